@@ -1,0 +1,71 @@
+"""What can go wrong, one class a mistake.
+
+Every class derives from :class:`KVCacheError`, so that an engine can catch the whole family, and from the built-in
+exception a caller would expect (``ValueError``, ``KeyError``, ...). A call that raises one of these has changed
+nothing, except :class:`InvariantError`, which reports damage that was already there. "Does not fit now" is no error:
+the facade answers it with ``None``.
+"""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    __str__ = Exception.__str__  # KeyError would show its message in quotes
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A configuration that cannot work: no groups, a block size of zero, a window of zero, too little memory."""
+
+
+class CountError(KVCacheError, ValueError):
+    """A count of tokens or blocks that is negative, zero where something must happen, or not a whole number."""
+
+
+class ComputedTokensError(KVCacheError, ValueError):
+    """More tokens claimed as computed than the request has, or than its hit blocks hold."""
+
+
+class TokenRangeError(KVCacheError, ValueError):
+    """A token id that the block hash cannot encode."""
+
+
+class UnknownRequestError(KVCacheError, KeyError):
+    """The request holds no blocks here: it was never admitted, or it has been freed already."""
+
+
+class DuplicateRequestError(KVCacheError, ValueError):
+    """The request id is in use by another request."""
+
+
+class HitHandoverError(KVCacheError, ValueError):
+    """Hits offered to a request that cannot take any: it is running, or caching is off."""
+
+
+class StaleHitError(KVCacheError, ValueError):
+    """A hit block no longer holds what the lookup found: it was evicted between the lookup and the allocation."""
+
+
+class ForeignBlockError(KVCacheError, ValueError):
+    """A block, or a block id, that is not of this pool."""
+
+
+class DoubleFreeError(KVCacheError, ValueError):
+    """A block released more often than it was taken."""
+
+
+class DuplicateBlockError(KVCacheError, ValueError):
+    """A block registered for prefix hits a second time."""
+
+
+class OutOfBlocksError(KVCacheError, ValueError):
+    """More blocks asked of the pool than are free. The facade never lets it come to this; it answers ``None``."""
+
+
+class QueueError(KVCacheError, ValueError):
+    """A block put into the free queue twice, or taken out while not in it."""
+
+
+class InvariantError(KVCacheError, AssertionError):
+    """The books do not agree with themselves; the message names the first rule found broken."""
