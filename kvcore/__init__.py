@@ -1,0 +1,103 @@
+"""kvcore: the KV cache manager of an LLM serving engine, as a library.
+
+It keeps the books of a paged KV cache: which physical block holds which tokens of which request, which blocks can be
+shared, and which one to overwrite next. It never touches a tensor.
+"""
+
+from kvcore.block_pool import BlockPool
+from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+)
+from kvcore.errors import (
+    ComputedTokensError,
+    ConfigError,
+    CountError,
+    DoubleFreeError,
+    DuplicateBlockError,
+    DuplicateRequestError,
+    ForeignBlockError,
+    HitHandoverError,
+    InvariantError,
+    KVCacheError,
+    OutOfBlocksError,
+    QueueError,
+    StaleHitError,
+    TokenRangeError,
+    UnknownRequestError,
+)
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvcore.extra_keys import LoRAAdapter, MultiModalItem
+from kvcore.hashing import BlockHasher
+from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.manager import KVCacheManager
+from kvcore.request import Request, RequestLike
+from kvcore.single_type import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+from kvcore.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from kvcore.stats import PrefixCacheStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockHasher",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalAttentionSpec",
+    "ComputedTokensError",
+    "ConfigError",
+    "CountError",
+    "DoubleFreeError",
+    "DuplicateBlockError",
+    "DuplicateRequestError",
+    "ForeignBlockError",
+    "FreeKVCacheBlockQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "HitHandoverError",
+    "HybridKVCacheCoordinator",
+    "InvariantError",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheCoordinator",
+    "KVCacheCoordinatorNoPrefixCache",
+    "KVCacheError",
+    "KVCacheEvent",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "LoRAAdapter",
+    "MultiModalItem",
+    "OutOfBlocksError",
+    "PrefixCacheStats",
+    "QueueError",
+    "Request",
+    "RequestLike",
+    "SingleTypeKVCacheManager",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
+    "StaleHitError",
+    "TokenRangeError",
+    "UnitaryKVCacheCoordinator",
+    "UnknownRequestError",
+]

@@ -1,0 +1,347 @@
+"""The pool: hands blocks out, shares them, makes them hittable, and takes them back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, repeat
+from typing import cast
+
+from kvcore.blocks import KVCacheBlock
+from kvcore.errors import (
+    ConfigError,
+    CountError,
+    DoubleFreeError,
+    DuplicateBlockError,
+    ForeignBlockError,
+    InvariantError,
+    OutOfBlocksError,
+)
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvcore.eviction import make_policy
+from kvcore.extra_keys import untagged
+from kvcore.prefix_index import PrefixIndex
+from kvcore.request import EventRequest, RequestLike
+
+
+class BlockPool:
+    """All blocks of a cache, whatever group they serve at the moment.
+
+    A block is in one of two places: held by ``ref_cnt`` requests, or free and in the policy's queue. Either way it may
+    be registered in the prefix index; it leaves the index only when it is handed out again, evicted by id, or the cache
+    is reset (rule 4).
+
+    Args:
+        num_gpu_blocks: Blocks, the null block included.
+        enable_caching: Register full blocks for prefix hits.
+        hash_block_size: Tokens per hash of the requests.
+        enable_kv_cache_events: Keep :mod:`kvcore.events` until :meth:`take_events`.
+        eviction_policy: Which free block to overwrite next, a name of :data:`kvcore.eviction.POLICIES`.
+
+    Attributes:
+        blocks: Every block, at the index of its id.
+        null_block: Block 0, the placeholder: never held, freed or registered (rule 2).
+        prefix_index: The registered blocks.
+        free_block_queue: The free blocks, next victim first.
+
+    Raises:
+        ConfigError: Fewer than 2 blocks, or no such policy.
+    """
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool = True,
+        hash_block_size: int = 16,
+        *,
+        enable_kv_cache_events: bool = False,
+        eviction_policy: str = "lru",
+    ) -> None:
+        if num_gpu_blocks < 2:
+            raise ConfigError(f"a pool needs at least 2 blocks (block 0 is the null block), got {num_gpu_blocks}")
+        self.enable_caching = enable_caching
+        self.hash_block_size = hash_block_size
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
+        self.null_block = self.blocks[0]
+        self.null_block.is_null = True
+        self.policy = make_policy(eviction_policy, self.blocks[1:])
+        self.free_block_queue = self.policy.queue
+        self.prefix_index = PrefixIndex()
+        self._events: list[KVCacheEvent] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPool(num_gpu_blocks={len(self.blocks)}, free={self.get_num_free_blocks()}, "
+            f"cached={len(self.prefix_index)}, enable_caching={self.enable_caching})"
+        )
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included. O(1)."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of the pool that is held, from 0 to 1, the null block left out. O(1)."""
+        return 1.0 - self.get_num_free_blocks() / (len(self.blocks) - 1)
+
+    # -- handing out and taking back ------------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Takes the policy's next victims, out of the index too, with a reference count of 1. O(num_blocks).
+
+        Raises:
+            OutOfBlocksError: Fewer are free, or the count is negative; none is taken.
+        """
+        if not 0 <= num_blocks <= self.get_num_free_blocks():
+            raise OutOfBlocksError(
+                f"{num_blocks} blocks asked for, {self.get_num_free_blocks()} are free: "
+                "check get_num_free_blocks() first, and preempt a request if they are needed"
+            )
+        blocks = self.policy.take(num_blocks)
+        self._unregister(blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+        return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Takes one more reference to each block, out of the free queue if need be. Null blocks are passed over. O(n).
+
+        Raises:
+            ForeignBlockError: A block is not of this pool; none was touched.
+        """
+        blocks = [block for block in blocks if not block.is_null]
+        for block in blocks:
+            self.require_own(block)
+        self.hold(blocks)
+
+    def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As :meth:`touch`, without its checks: for the managers, which take what they looked up. No null blocks."""
+        free = [block for block in blocks if not block.ref_cnt]
+        if free:
+            self.policy.reuse(free)
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Gives back one reference to each block, the one to overwrite first in front. Null blocks are passed over.
+        O(n).
+
+        Raises:
+            ForeignBlockError: A block is not of this pool; nothing was freed.
+            DoubleFreeError: A block would be freed more often than it is held; nothing was freed.
+        """
+        blocks = [block for block in ordered_blocks if not block.is_null]
+        for block in blocks:
+            self.require_own(block)
+        for block, times in Counter(blocks).items():
+            if times > block.ref_cnt:
+                raise DoubleFreeError(
+                    f"block {block.block_id} is held {block.ref_cnt} times and cannot be freed {times} times: "
+                    "free each block once for every get_new_blocks or touch"
+                )
+        self.release(blocks)
+
+    def release(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """As :meth:`free_blocks`, without its checks: for the managers, which free what they hold. No null blocks."""
+        unhashed = []
+        hashed = []
+        for block in ordered_blocks:
+            block.ref_cnt = held = block.ref_cnt - 1
+            if not held:
+                if block.prefix_hash is None:
+                    unhashed.append(block)
+                else:
+                    hashed.append(block)
+        self.policy.release(unhashed, hashed)
+
+    def require_own(self, block: KVCacheBlock) -> None:
+        """Makes sure that a block is of this pool. O(1).
+
+        Raises:
+            ForeignBlockError: It is not.
+        """
+        if not 0 <= block.block_id < len(self.blocks) or self.blocks[block.block_id] is not block:
+            raise ForeignBlockError(
+                f"{block!r} is not a block of this pool; use the blocks that its own calls returned"
+            )
+
+    # -- the prefix index -----------------------------------------------------------------------------------------
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
+        """The block of each group registered under a prefix hash; None if one of them has none. O(groups)."""
+        blocks = [self.prefix_index.get(block_hash, group_id) for group_id in kv_cache_group_ids]
+        return None if None in blocks else cast("list[KVCacheBlock]", blocks)
+
+    def cache_full_blocks(
+        self,
+        request: RequestLike,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """Registers ``blocks[num_cached_blocks:num_full_blocks]`` of a request. O(blocks registered).
+
+        Args:
+            request: Whose blocks they are.
+            blocks: Its block table in the group.
+            num_cached_blocks: Leading blocks that are registered already.
+            num_full_blocks: Leading blocks that are full.
+            block_size: Tokens per block of the group, a multiple of the hash block size.
+            kv_cache_group_id: The group.
+            block_mask: For each block of the range, whether a hit can ever use it; None: all.
+
+        Raises:
+            CountError: The range does not lie within the blocks and the request's hashes; nothing was registered.
+            ForeignBlockError: A block is not of this pool; nothing was registered.
+            DuplicateBlockError: A block is registered already; nothing was registered.
+        """
+        num_hashed_blocks = len(request.block_hashes) * self.hash_block_size // block_size
+        if not 0 <= num_cached_blocks <= num_full_blocks <= min(len(blocks), num_hashed_blocks):
+            raise CountError(
+                f"cannot register blocks {num_cached_blocks} to {num_full_blocks} of {request.request_id!r}: "
+                f"it has {len(blocks)} blocks, and hashes for {num_hashed_blocks}"
+            )
+        for block in blocks[num_cached_blocks:num_full_blocks]:
+            self.require_own(block)
+            if block.prefix_hash is not None:
+                raise DuplicateBlockError(f"{block!r} is registered already: count it among num_cached_blocks")
+        if num_cached_blocks < num_full_blocks:
+            self.register(
+                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+            )
+
+    def register(
+        self,
+        request: RequestLike,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None,
+    ) -> None:
+        """As :meth:`cache_full_blocks`, without its checks: for the managers, which know. At least one block."""
+        scale = block_size // self.hash_block_size
+        indices: Sequence[int] = range(num_cached_blocks * scale + scale - 1, num_full_blocks * scale, scale)
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        if block_mask is not None or new_blocks[0].is_null:
+            mask = block_mask or repeat(True, len(new_blocks))
+            usable = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
+            indices = [*compress(indices, usable)]
+            new_blocks = [*compress(new_blocks, usable)]
+        hashes = request.block_hashes
+        contents = request.block_contents
+        spans = contents.spans(num_full_blocks * scale) if contents is not None else None
+        setdefault = self.prefix_index.table(kv_cache_group_id).setdefault
+        stored = indices
+        for block, index in zip(new_blocks, indices, strict=True):
+            prefix_hash = hashes[index]
+            first = setdefault(prefix_hash, block)
+            if first is not block:
+                if contents is not None and not contents.matches(index, first.content):
+                    # Another prefix has this hash: a hit on it could not be told from one on ours.
+                    stored = [i for i in stored if i != index]
+                    continue
+                self.prefix_index.add_duplicate(prefix_hash, kv_cache_group_id, block)
+            block.prefix_hash = prefix_hash
+            block.group_id = kv_cache_group_id
+            if spans is not None:
+                block.content = spans[index]
+        if self.enable_kv_cache_events:
+            blocks_range = range(num_cached_blocks, num_full_blocks)
+            self._events.append(
+                _stored_event(cast(EventRequest, request), stored, blocks_range, scale, block_size, kv_cache_group_id)
+            )
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the prefix index; those in use stay with their requests. O(n).
+
+        Raises:
+            ForeignBlockError: An id is not of this pool; nothing was evicted.
+        """
+        block_ids = list(block_ids)
+        for block_id in block_ids:
+            if not isinstance(block_id, int) or not 0 <= block_id < len(self.blocks):
+                raise ForeignBlockError(f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {block_id!r}")
+        self._unregister([self.blocks[block_id] for block_id in block_ids])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block, if no block is held; else changes nothing and answers False. O(cached blocks)."""
+        if self.get_num_free_blocks() != len(self.blocks) - 1:
+            return False
+        self.prefix_index.clear()
+        if self.enable_kv_cache_events:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, oldest first. O(1)."""
+        events, self._events = self._events, []
+        return events
+
+    def _unregister(self, blocks: list[KVCacheBlock]) -> None:
+        if self.enable_kv_cache_events:
+            for block in dict.fromkeys(blocks):
+                if block.prefix_hash is not None:
+                    self._events.append(BlockRemoved([block.prefix_hash], group_idx=block.group_id))
+        self.prefix_index.remove_n(blocks)
+
+    # -- checking -------------------------------------------------------------------------------------------------
+
+    def check_invariants(self, holders: Mapping[int, int] | None = None) -> None:
+        """Compares every block with the queue, the index, and with who holds it. O(pool).
+
+        Args:
+            holders: How many requests hold each block id; None to leave that out.
+
+        Raises:
+            InvariantError: The first disagreement found.
+        """
+        null = self.null_block
+        if not null.is_null or null.ref_cnt or null.prefix_hash is not None or null.next_free_block is not None:
+            raise InvariantError(f"the null block is held, registered or queued: {null!r}")
+        queued = self._check_queue()
+        for block in self.blocks[1:]:
+            if block.is_null:
+                raise InvariantError(f"block {block.block_id} says it is the null block")
+            if (block.ref_cnt == 0) != (block.block_id in queued) or block.ref_cnt < 0:
+                raise InvariantError(
+                    f"{block!r} is {'in' if block.block_id in queued else 'not in'} the free queue; "
+                    "blocks with ref_cnt 0, and no others, belong there"
+                )
+            if holders is not None and block.ref_cnt != holders.get(block.block_id, 0):
+                raise InvariantError(f"{block!r} is held by {holders.get(block.block_id, 0)} block tables")
+        self.prefix_index.check_invariants(self.blocks)
+
+    def _check_queue(self) -> set[int]:
+        queued: set[int] = set()
+        before = None
+        for block in self.free_block_queue:
+            if block.block_id in queued or (before is not None and block.prev_free_block is not before):
+                raise InvariantError(f"the free queue is linked wrongly at {block!r}")
+            queued.add(block.block_id)
+            before = block
+        if len(queued) != self.free_block_queue.num_free_blocks:
+            raise InvariantError(f"the free queue holds {len(queued)} blocks and counts {len(self.free_block_queue)}")
+        return queued
+
+
+def _stored_event(
+    request: EventRequest, stored: Sequence[int], blocks: range, scale: int, block_size: int, group_id: int
+) -> BlockStored:
+    """The event for those of a group's ``blocks`` that end with the hashes ``stored``."""
+    extra_keys = request.extra_keys
+    keys = extra_keys.of_blocks(blocks.start, blocks.stop, block_size)
+    hashes = request.block_hashes
+    return BlockStored(
+        block_hashes=[hashes[i] for i in stored],
+        parent_block_hash=hashes[blocks.start * scale - 1] if blocks.start else None,
+        token_ids=list(request.token_ids[blocks.start * block_size : blocks.stop * block_size]),
+        block_size=block_size,
+        lora_name=extra_keys.lora.name if extra_keys.lora else None,
+        extra_keys=[untagged(keys[i // scale]) if i // scale in keys else None for i in stored] or None,
+        group_idx=group_id,
+    )

@@ -1,0 +1,87 @@
+"""What a caller of the facade can get wrong, found before anything is changed. Errors say what to do."""
+
+from __future__ import annotations
+
+from kvcore.coordinator import KVCacheCoordinator
+from kvcore.errors import (
+    ComputedTokensError,
+    ConfigError,
+    CountError,
+    DuplicateRequestError,
+    HitHandoverError,
+    UnknownRequestError,
+)
+from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.request import RequestLike
+
+
+def check_counts(*counts: int) -> None:
+    """Counts of tokens and blocks are whole numbers and not negative."""
+    for count in counts:
+        if not isinstance(count, int) or count < 0:
+            raise CountError(f"counts of tokens and blocks must be whole numbers and not negative, got {count!r}")
+
+
+def check_same_request(request: RequestLike, holder: RequestLike) -> None:
+    """``request`` is the one that holds blocks under its id."""
+    if holder is not request:
+        raise DuplicateRequestError(
+            f"request id {request.request_id!r} is in use by another request object: "
+            "use unique ids, pass the same object in every call, and free it before using its id again"
+        )
+
+
+def check_computed(request: RequestLike, num_new_computed_tokens: int) -> None:
+    """A request cannot have more computed tokens than tokens."""
+    computed = request.num_computed_tokens
+    if not isinstance(computed, int) or computed < 0 or computed + num_new_computed_tokens > request.num_tokens:
+        raise ComputedTokensError(
+            f"request {request.request_id!r} has {request.num_tokens} tokens: it cannot have {computed} computed ones "
+            f"and {num_new_computed_tokens} that are computed now; check num_computed_tokens"
+        )
+
+
+def check_hashes(request: RequestLike, hash_block_size: int) -> None:
+    """A request is hashed at the manager's block size. Its own hasher tells, if it has one; the count may tell."""
+    hasher = getattr(request, "block_hasher", None)
+    too_many = len(request.block_hashes) * hash_block_size > request.num_tokens
+    if too_many or (hasher is not None and hasher.block_size != hash_block_size):
+        raise ConfigError(
+            f"request {request.request_id!r} is hashed at another block size than the manager's {hash_block_size}: "
+            f"make it with BlockHasher({hash_block_size}, ...)"
+        )
+
+
+def check_admission(
+    coordinator: KVCacheCoordinator, request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int
+) -> None:
+    """A request that holds nothing starts from nothing, and its hits cover in every group what it says they cover."""
+    request_id = request.request_id
+    if request.num_computed_tokens:
+        raise UnknownRequestError(
+            f"request {request_id!r} has {request.num_computed_tokens} computed tokens but holds no blocks: "
+            "it was never admitted or is freed already; set num_computed_tokens to 0 to admit it"
+        )
+    if coordinator.block_pool.enable_caching:
+        check_hashes(request, coordinator.hash_block_size)
+    elif num_new_computed_tokens:
+        raise HitHandoverError(f"caching is off: {request_id!r} cannot bring computed blocks")
+    managers = coordinator.single_type_managers
+    if len(hits.blocks) != len(managers):
+        raise HitHandoverError(f"new_computed_blocks has {len(hits.blocks)} groups, the cache has {len(managers)}")
+    for manager, blocks in zip(managers, hits.blocks, strict=True):
+        if len(blocks) * manager.block_size != num_new_computed_tokens:
+            raise ComputedTokensError(
+                f"num_new_computed_tokens of {request_id!r} is {num_new_computed_tokens}, but it brings {len(blocks)} "
+                f"blocks of {manager.block_size} tokens in group {manager.kv_cache_group_id}: "
+                "pass both as get_computed_blocks returned them"
+            )
+
+
+def check_running(request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int) -> None:
+    """A request that holds blocks takes no hits any more."""
+    if num_new_computed_tokens or any(hits.blocks):
+        raise HitHandoverError(
+            f"request {request.request_id!r} is running and cannot take computed blocks again: "
+            "hand hits over once, when it is admitted"
+        )

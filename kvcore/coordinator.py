@@ -1,0 +1,216 @@
+"""One hit length for all KV cache groups, and the calls of the facade fanned out to them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from itertools import cycle
+
+from kvcore.block_pool import BlockPool
+from kvcore.blocks import KVCacheBlock
+from kvcore.errors import ConfigError
+from kvcore.request import RequestLike
+from kvcore.single_type import FullAttentionManager, make_single_type_manager
+from kvcore.spec import KVCacheConfig
+
+GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
+"""Blocks for each KV cache group."""
+
+
+class KVCacheCoordinator(ABC):
+    """Holds the pool and a manager for each group.
+
+    Args:
+        kv_cache_config: The groups and the size of the pool.
+        max_model_len: Longest sequence, in tokens.
+        max_in_flight_tokens: Most tokens of one request in one step, None for the whole sequence.
+        enable_caching: Register full blocks for prefix hits.
+        enable_kv_cache_events: Keep events.
+        hash_block_size: Tokens per hash of the requests; None: the greatest common divisor of the groups' block sizes.
+        eviction_policy: Name of the policy.
+
+    Raises:
+        ConfigError: The hash block size does not divide each group's block size.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        *,
+        max_in_flight_tokens: int | None,
+        enable_caching: bool,
+        enable_kv_cache_events: bool,
+        hash_block_size: int | None,
+        eviction_policy: str,
+    ) -> None:
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        block_sizes = [spec.block_size for spec in specs]
+        if hash_block_size is None:
+            hash_block_size = math.gcd(*block_sizes)
+        if hash_block_size < 1 or any(size % hash_block_size for size in block_sizes):
+            raise ConfigError(
+                f"hash_block_size must divide the block size of every group ({', '.join(map(str, block_sizes))}), "
+                f"got {hash_block_size}"
+            )
+        self.kv_cache_config = kv_cache_config
+        self.hash_block_size = hash_block_size
+        self.block_pool = BlockPool(
+            kv_cache_config.num_blocks,
+            enable_caching,
+            hash_block_size,
+            enable_kv_cache_events=enable_kv_cache_events,
+            eviction_policy=eviction_policy,
+        )
+        self.single_type_managers = tuple(
+            make_single_type_manager(
+                spec,
+                self.block_pool,
+                kv_cache_group_id=group_id,
+                enable_caching=enable_caching,
+                alignment_tokens=math.lcm(*block_sizes),
+                max_blocks_per_request=spec.max_blocks_per_request(max_model_len, max_in_flight_tokens),
+            )
+            for group_id, spec in enumerate(specs)
+        )
+
+    @abstractmethod
+    def find_longest_cache_hit(self, request: RequestLike, max_cache_hit_length: int) -> tuple[GroupBlocks, int]:
+        """Blocks for each group, and the tokens they cover: the same number in all groups."""
+
+    def get_num_blocks_to_admit(
+        self, num_tokens: int, hit_blocks: GroupBlocks, total_computed_tokens: int, *, cap: bool = False
+    ) -> int:
+        """Free blocks that a new request takes, over all groups. See :class:`SingleTypeKVCacheManager`."""
+        return sum(
+            manager.get_num_blocks_to_admit(num_tokens, blocks, total_computed_tokens, cap=cap)
+            for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True)
+        )
+
+    def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
+        """Free blocks that a running request takes, over all groups."""
+        needed = 0
+        for manager in self.single_type_managers:
+            needed += manager.get_num_blocks_to_grow(request_id, num_tokens, cap=cap)
+        return needed
+
+    def admit(
+        self, request_id: str, hit_blocks: GroupBlocks, total_computed_tokens: int, num_external_computed_tokens: int
+    ) -> None:
+        """Opens the tables of a new request: hits in every group first, then blocks for external tokens (rule 8)."""
+        for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True):
+            manager.add_local_computed_blocks(request_id, blocks, total_computed_tokens)
+        if num_external_computed_tokens:
+            for manager in self.single_type_managers:
+                manager.allocate_new_blocks(request_id, total_computed_tokens)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> GroupBlocks:
+        """Grows the tables to ``num_tokens`` tokens; the new blocks for each group."""
+        return tuple([manager.allocate_new_blocks(request_id, num_tokens) for manager in self.single_type_managers])
+
+    def cache_blocks(self, request: RequestLike, num_tokens: int) -> None:
+        """Registers the full blocks among the first ``num_tokens`` tokens, if caching is on."""
+        if self.block_pool.enable_caching:
+            for manager in self.single_type_managers:
+                manager.cache_blocks(request, num_tokens)
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Frees what no later token reads."""
+        for manager in self.single_type_managers:
+            manager.remove_skipped_blocks(request_id, num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        """Closes the tables and frees their blocks."""
+        for manager in self.single_type_managers:
+            manager.free(request_id)
+
+    def get_blocks(self, request_id: str) -> GroupBlocks:
+        """The block tables themselves: they change as the request runs."""
+        return tuple([manager.req_to_blocks[request_id] for manager in self.single_type_managers])
+
+    def check_invariants(self) -> None:
+        """Compares the tables of every group with their counts and with the pool. O(pool + blocks in tables)."""
+        holders: Counter[int] = Counter()
+        for manager in self.single_type_managers:
+            manager.check_invariants()
+            for table in manager.req_to_blocks.values():
+                holders.update(block.block_id for block in table if not block.is_null)
+        self.block_pool.check_invariants(holders)
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """For caching turned off: nothing is ever hit."""
+
+    def find_longest_cache_hit(self, request: RequestLike, max_cache_hit_length: int) -> tuple[GroupBlocks, int]:
+        """No blocks, 0 tokens."""
+        return tuple(() for _ in self.single_type_managers), 0
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """For models with one KV cache group."""
+
+    def find_longest_cache_hit(self, request: RequestLike, max_cache_hit_length: int) -> tuple[GroupBlocks, int]:
+        """What the only group finds."""
+        manager = self.single_type_managers[0]
+        blocks = manager.find_longest_cache_hit(request, max_cache_hit_length)
+        return (blocks,), len(blocks) * manager.block_size
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """For models that mix kinds of attention."""
+
+    def find_longest_cache_hit(self, request: RequestLike, max_cache_hit_length: int) -> tuple[GroupBlocks, int]:
+        """The longest hit that every group accepts (rule 10).
+
+        Each group in turn accepts the length or shortens it; once a whole round has accepted, it stands. Lengths only
+        shrink, so that this ends. A group of full attention is asked once: any shorter hit is a part of its longest.
+        """
+        managers = self.single_type_managers
+        # Full attention first: its scan stops at the first miss, and bounds what the others have to look at.
+        order = sorted(range(len(managers)), key=lambda i: not isinstance(managers[i], FullAttentionManager))
+        found: dict[int, list[KVCacheBlock]] = {}
+        length = max_cache_hit_length
+        accepted = 0
+        for group in cycle(order):
+            manager = managers[group]
+            if group in found and isinstance(manager, FullAttentionManager):
+                del found[group][length // manager.block_size :]
+            else:
+                found[group] = manager.find_longest_cache_hit(request, length)
+            hit_length = len(found[group]) * manager.block_size
+            accepted = accepted + 1 if hit_length == length else 1
+            length = hit_length
+            if accepted == len(managers):
+                break
+        return tuple([found[group] for group in range(len(managers))]), length
+
+
+def make_coordinator(
+    kv_cache_config: KVCacheConfig,
+    max_model_len: int,
+    *,
+    max_in_flight_tokens: int | None = None,
+    enable_caching: bool = True,
+    enable_kv_cache_events: bool = False,
+    hash_block_size: int | None = None,
+    eviction_policy: str = "lru",
+) -> KVCacheCoordinator:
+    """The coordinator that fits: none of the prefix cache's work where caching is off, no rounds where one group is."""
+    kind: type[KVCacheCoordinator]
+    if not enable_caching:
+        kind = KVCacheCoordinatorNoPrefixCache
+    elif len(kv_cache_config.kv_cache_groups) == 1:
+        kind = UnitaryKVCacheCoordinator
+    else:
+        kind = HybridKVCacheCoordinator
+    return kind(
+        kv_cache_config,
+        max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+        enable_caching=enable_caching,
+        enable_kv_cache_events=enable_kv_cache_events,
+        hash_block_size=hash_block_size,
+        eviction_policy=eviction_policy,
+    )

@@ -1,0 +1,423 @@
+"""The facade: admit, grow and free requests. All that a scheduler needs to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcore.checks import (
+    check_admission,
+    check_computed,
+    check_counts,
+    check_hashes,
+    check_running,
+    check_same_request,
+)
+from kvcore.coordinator import make_coordinator
+from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError, UnknownRequestError
+from kvcore.events import BlockStored, KVCacheEvent
+from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.request import RequestLike
+from kvcore.spec import KVCacheConfig
+from kvcore.stats import PrefixCacheStats
+
+
+class _Holder:
+    """A request that holds blocks, and how far it can go before anything has to be done for it.
+
+    While its tokens stay below ``quiet_tokens`` and its computed tokens below ``quiet_computed``, it needs no block,
+    has none to register and none to give back. Most decode steps end there.
+    """
+
+    __slots__ = ("quiet_computed", "quiet_tokens", "request")
+
+    def __init__(self, request: RequestLike) -> None:
+        self.request = request
+        self.quiet_tokens = 0
+        self.quiet_computed = 0
+
+
+class KVCacheManager:
+    """Keeps the books of a paged KV cache for a scheduler.
+
+    The life of a request: :meth:`get_computed_blocks` says how much of its prompt is cached; :meth:`allocate_slots`
+    admits it with those hits and gives it blocks for the tokens of its next step, then again in every step;
+    :meth:`free` takes the blocks back. Between the calls the engine computes and sets ``request.num_computed_tokens``.
+
+    Not thread-safe: one scheduler, one thread. Every call that raises leaves the books as they were.
+
+    Args:
+        kv_cache_config: Groups and size of the pool.
+        max_model_len: Longest sequence, in tokens; no request gets slots beyond it.
+        hash_block_size: Tokens per block hash of the requests; None: the greatest common divisor of the groups' block
+            sizes, which is the block size where all have the same.
+        enable_caching: Let requests share the blocks of equal prefixes.
+        log_stats: Count lookups, see :meth:`make_prefix_cache_stats`.
+        enable_kv_cache_events: Keep events, see :meth:`take_events`.
+        eviction_policy: Which free block to overwrite next; "lru".
+        watermark: Share of the pool, from 0 to below 1, to leave free when a request that holds nothing yet is
+            admitted.
+        max_in_flight_tokens: Most tokens of one request in one step. With it, ``full_sequence_must_fit`` counts for a
+            window only what it holds at once; None: the whole length.
+
+    Attributes:
+        coordinator: The layer below. Read only.
+        block_pool: The pool. Read only.
+        empty_kv_cache_blocks: No blocks, for as many groups as there are.
+
+    Raises:
+        ConfigError: A setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        *,
+        hash_block_size: int | None = None,
+        enable_caching: bool = True,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        eviction_policy: str = "lru",
+        watermark: float = 0.0,
+        max_in_flight_tokens: int | None = None,
+    ) -> None:
+        if max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1 token, got {max_model_len}")
+        if max_in_flight_tokens is not None and max_in_flight_tokens < 1:
+            raise ConfigError(f"max_in_flight_tokens must be at least 1 token, or None, got {max_in_flight_tokens}")
+        if not 0.0 <= watermark < 1.0:
+            raise ConfigError(f"watermark is a share of the pool, from 0 to below 1, got {watermark}")
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.log_stats = log_stats
+        self.coordinator = make_coordinator(
+            kv_cache_config,
+            max_model_len,
+            max_in_flight_tokens=max_in_flight_tokens,
+            enable_caching=enable_caching,
+            enable_kv_cache_events=enable_kv_cache_events,
+            hash_block_size=hash_block_size,
+            eviction_policy=eviction_policy,
+        )
+        self.block_pool = self.coordinator.block_pool
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kv_cache_config.kv_cache_groups))
+        self._holders: dict[str, _Holder] = {}
+        self._stats = PrefixCacheStats()
+        # The last lookup's answer, and the removals from the index until then: if both are the same when the hits are
+        # handed over, nothing can have become of them, and they need no second look.
+        self._fresh_hits: tuple[RequestLike, KVCacheBlocks, int] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCacheManager({type(self.coordinator).__name__}, groups={len(self.empty_kv_cache_blocks.blocks)}, "
+            f"requests={len(self._holders)}, {self.block_pool!r})"
+        )
+
+    # -- the life of a request ------------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
+        """Looks up how much of a request is cached. Takes nothing: the blocks are the request's own only after
+        :meth:`allocate_slots`.
+
+        At most ``num_tokens - 1`` tokens: the last one is always computed, since its logits are wanted (rule 6).
+        O(hit blocks).
+
+        Returns:
+            The blocks found for each group, and the number of tokens they cover, the same in every group.
+
+        Raises:
+            ConfigError: The request is hashed at another block size than the manager's.
+        """
+        if not self.enable_caching or not request.block_hashes:
+            return self.empty_kv_cache_blocks, 0
+        check_hashes(request, self.coordinator.hash_block_size)
+        groups, num_tokens = self.coordinator.find_longest_cache_hit(request, request.num_tokens - 1)
+        if self.log_stats:
+            preempted = getattr(request, "num_preemptions", 0) > 0
+            self._stats.record(request.num_tokens, num_tokens, preempted=preempted)
+        if not num_tokens:
+            return self.empty_kv_cache_blocks, 0
+        blocks = KVCacheBlocks(tuple(map(tuple, groups)))
+        self._fresh_hits = (request, blocks, self.block_pool.prefix_index.num_removals)
+        return blocks, num_tokens
+
+    def allocate_slots(
+        self,
+        request: RequestLike,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> KVCacheBlocks | None:
+        """Gives a request the blocks for its next tokens, and admits it if it holds none yet.
+
+        The tokens of a request, in order, and what becomes of them::
+
+            | num_computed_tokens | new computed | external | new           | lookahead |
+            | has blocks          | hits, shared | get blocks, not shared with anyone   |
+            | registered for prefix hits once their block is full           | never     |
+
+        Blocks that a window has left are freed first, hits are taken second, new blocks handed out last (rules 8, 9).
+        Full blocks among the request's known tokens are registered at once: their content arrives before any later step
+        reads.
+
+        O(1) while a request stays inside its last block, else O(hit blocks + new blocks + newly full blocks).
+
+        Args:
+            request: One that holds blocks, or a new one with ``num_computed_tokens`` 0.
+            num_new_tokens: Tokens to compute in the next step, draft tokens included. May be 0 when admitting with
+                computed tokens.
+            num_new_computed_tokens: Tokens that ``new_computed_blocks`` cover.
+            new_computed_blocks: What :meth:`get_computed_blocks` answered; for a new request only.
+            num_lookahead_tokens: Slots for draft tokens after these, never registered (rule 7).
+            num_external_computed_tokens: Tokens after the hits whose keys and values come from elsewhere.
+            delay_cache_blocks: Register nothing yet; :meth:`cache_blocks` will, when the data has arrived.
+            full_sequence_must_fit: Refuse unless all of ``num_tokens`` would fit now.
+            reserved_blocks: Leave that many blocks free.
+
+        Returns:
+            The new blocks for each group, without the hits; None if it does not fit now. Then nothing was handed out,
+            shared or registered; only blocks that a window has left may have been freed.
+
+        Raises:
+            CountError: A negative count, or nothing to do.
+            ComputedTokensError: More tokens computed than the request has, or than the hit blocks hold.
+            DuplicateRequestError: Another request holds blocks under this id.
+            UnknownRequestError: The request has computed tokens but holds no blocks.
+            HitHandoverError: Hits for a running request, or from a cache that is off.
+            StaleHitError: Hits that were evicted since the lookup.
+            ForeignBlockError: Hits of another pool.
+        """
+        holder = self._holders.get(request.request_id)
+        if (
+            holder is not None
+            and new_computed_blocks is None
+            and not (
+                num_new_computed_tokens or num_external_computed_tokens or full_sequence_must_fit or reserved_blocks
+            )
+        ):
+            computed = request.num_computed_tokens
+            if (
+                computed + num_new_tokens + num_lookahead_tokens < holder.quiet_tokens
+                and 0 <= computed < holder.quiet_computed
+                and num_new_tokens > 0
+                and num_lookahead_tokens >= 0
+                and holder.request is request
+                and computed <= request.num_tokens
+            ):
+                return self.empty_kv_cache_blocks
+
+        check_counts(
+            num_new_tokens, num_new_computed_tokens, num_lookahead_tokens, num_external_computed_tokens, reserved_blocks
+        )
+        num_new_computed = num_new_computed_tokens + num_external_computed_tokens
+        if not num_new_tokens and not num_new_computed:
+            raise CountError(
+                f"num_new_tokens must be at least 1 for {request.request_id!r}: there is nothing to allocate"
+            )
+        check_computed(request, num_new_computed)
+        hits = new_computed_blocks or self.empty_kv_cache_blocks
+        if holder is None:
+            check_admission(self.coordinator, request, hits, num_new_computed_tokens)
+            self._check_hits(request, hits)
+        else:
+            check_same_request(request, holder.request)
+            check_running(request, hits, num_new_computed)
+
+        coordinator = self.coordinator
+        request_id = request.request_id
+        total_computed = min(request.num_computed_tokens + num_new_computed, self.max_model_len)
+        num_tokens = min(total_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_free_blocks = self.block_pool.get_num_free_blocks()
+        if holder is None:
+            num_free_blocks -= self.watermark_blocks
+            if full_sequence_must_fit:
+                length = min(request.num_tokens, self.max_model_len)
+                if coordinator.get_num_blocks_to_admit(length, hits.blocks, total_computed, cap=True) > num_free_blocks:
+                    return None
+            needed = coordinator.get_num_blocks_to_admit(num_tokens, hits.blocks, total_computed)
+            if needed > num_free_blocks - reserved_blocks:
+                return None
+            coordinator.admit(request_id, hits.blocks, total_computed, num_external_computed_tokens)
+            holder = self._holders[request_id] = _Holder(request)
+            self._fresh_hits = None
+        else:
+            if full_sequence_must_fit:
+                length = min(request.num_tokens, self.max_model_len)
+                if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
+                    return None
+            if total_computed >= holder.quiet_computed:
+                coordinator.remove_skipped_blocks(request_id, total_computed)
+                num_free_blocks = self.block_pool.get_num_free_blocks()
+                self._update_quiet(holder)
+            if coordinator.get_num_blocks_to_grow(request_id, num_tokens) > num_free_blocks - reserved_blocks:
+                return None
+
+        new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens)
+        if not delay_cache_blocks:
+            coordinator.cache_blocks(request, min(total_computed + num_new_tokens, request.num_tokens))
+        self._update_quiet(holder)
+        return KVCacheBlocks(new_blocks) if any(new_blocks) else self.empty_kv_cache_blocks
+
+    def free(self, request: RequestLike) -> None:
+        """Takes back all blocks of a request: finished, aborted or preempted. O(blocks).
+
+        They go back with the tail in front, so that it is overwritten before the head (rule 4). Cached blocks stay
+        hittable until then. To preempt, also set ``num_computed_tokens`` to 0 before admitting the request again.
+
+        Raises:
+            UnknownRequestError: The request holds nothing: never admitted, or freed already.
+            DuplicateRequestError: Another request holds blocks under this id.
+        """
+        check_same_request(request, self._holder(request.request_id).request)
+        del self._holders[request.request_id]
+        self.coordinator.free(request.request_id)
+
+    def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
+        """Registers the full blocks among the first tokens of a request; after ``delay_cache_blocks``.
+
+        O(newly full blocks).
+
+        Args:
+            request: One that holds blocks.
+            num_computed_tokens: Tokens whose keys and values are in place.
+
+        Raises:
+            UnknownRequestError: The request holds no blocks.
+            ComputedTokensError: More than the request's tokens, or than its blocks hold.
+        """
+        holder = self._holder(request.request_id)
+        check_same_request(request, holder.request)
+        check_counts(num_computed_tokens)
+        slots = min(
+            len(manager.req_to_blocks[request.request_id]) * manager.block_size
+            for manager in self.coordinator.single_type_managers
+        )
+        if num_computed_tokens > min(request.num_tokens, slots):
+            raise ComputedTokensError(
+                f"{num_computed_tokens} tokens of {request.request_id!r} cannot be computed: "
+                f"it has {request.num_tokens} tokens and slots for {slots}"
+            )
+        self.coordinator.cache_blocks(request, num_computed_tokens)
+        self._update_quiet(holder)
+
+    # -- the cache as a whole -------------------------------------------------------------------------------------
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks out of the prefix cache, for example when their data was lost. Those in use stay in use. O(n).
+
+        Raises:
+            ForeignBlockError: No such block; nothing was evicted.
+        """
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks, for example when weights change. O(cached blocks).
+
+        Returns:
+            False, and nothing changed, while any request holds blocks.
+        """
+        if not self.block_pool.reset_prefix_cache():
+            return False
+        self._stats.reset = True
+        return True
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that requests hold, from 0 to 1; cached blocks that nobody holds count as free. O(1)."""
+        return self.block_pool.get_usage()
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """The counts since the last call; None unless ``log_stats``."""
+        if not self.log_stats:
+            return None
+        stats, self._stats = self._stats, PrefixCacheStats()
+        return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, oldest first; none unless ``enable_kv_cache_events``."""
+        events = self.block_pool.take_events()
+        for event in events:
+            if isinstance(event, BlockStored) and event.group_idx is not None:
+                spec = self.kv_cache_config.kv_cache_groups[event.group_idx].kv_cache_spec
+                event.kv_cache_spec_kind = spec.kind
+                event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
+        return events
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The block tables of a request, as they are now. O(blocks).
+
+        Raises:
+            UnknownRequestError: The request holds no blocks.
+        """
+        self._holder(request_id)
+        return KVCacheBlocks(tuple(map(tuple, self.coordinator.get_blocks(request_id))))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The block ids of a request for each group, 0 for positions a window has left. O(blocks).
+
+        Raises:
+            UnknownRequestError: The request holds no blocks.
+        """
+        self._holder(request_id)
+        return KVCacheBlocks(self.coordinator.get_blocks(request_id)).get_block_ids()
+
+    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        """For each group, the leading blocks of a request that all requests holding blocks share. O(common blocks).
+
+        0 for windows: their heads become null at different times.
+
+        Raises:
+            UnknownRequestError: The request holds no blocks.
+        """
+        self._holder(request_id)
+        return [
+            manager.get_num_common_prefix_blocks(request_id, len(self._holders))
+            for manager in self.coordinator.single_type_managers
+        ]
+
+    def check_invariants(self) -> None:
+        """Recomputes the books from scratch and compares. O(pool + blocks in tables); for tests and debugging.
+
+        Raises:
+            InvariantError: What does not agree; a fault of this package, or of a caller who changed blocks by hand.
+        """
+        for manager in self.coordinator.single_type_managers:
+            if manager.req_to_blocks.keys() != self._holders.keys():
+                raise InvariantError(
+                    f"{manager!r} has tables of {set(manager.req_to_blocks)}, not of {set(self._holders)}"
+                )
+        self.coordinator.check_invariants()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _update_quiet(self, holder: _Holder) -> None:
+        request_id = holder.request.request_id
+        managers = self.coordinator.single_type_managers
+        holder.quiet_tokens = min([manager.quiet_until(request_id) for manager in managers])
+        holder.quiet_computed = min([manager.next_skip_at(request_id) for manager in managers])
+
+    def _holder(self, request_id: str) -> _Holder:
+        holder = self._holders.get(request_id)
+        if holder is None:
+            raise UnknownRequestError(
+                f"request {request_id!r} holds no blocks: it was never admitted (allocate_slots), or is freed already"
+            )
+        return holder
+
+    def _check_hits(self, request: RequestLike, hits: KVCacheBlocks) -> None:
+        fresh = self._fresh_hits
+        num_removals = self.block_pool.prefix_index.num_removals
+        if fresh is not None and fresh[0] is request and fresh[1] is hits and fresh[2] == num_removals:
+            return
+        for manager, blocks in zip(self.coordinator.single_type_managers, hits.blocks, strict=True):
+            manager.check_hits(request, blocks)
