@@ -31,6 +31,7 @@ from kvcore.errors import (
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvcore.extra_keys import LoRAAdapter, MultiModalItem
+from kvcore.growth import Growth
 from kvcore.hashing import BlockHasher
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
@@ -72,6 +73,7 @@ __all__ = [
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "Growth",
     "HitHandoverError",
     "HybridKVCacheCoordinator",
     "InvariantError",

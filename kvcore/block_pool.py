@@ -8,6 +8,7 @@ from itertools import compress, repeat
 from typing import cast
 
 from kvcore.blocks import KVCacheBlock
+from kvcore.contents import TokenSpan
 from kvcore.errors import (
     ConfigError,
     CountError,
@@ -225,20 +226,24 @@ class BlockPool:
     ) -> None:
         """As :meth:`cache_full_blocks`, without its checks: for the managers, which know. At least one block."""
         scale = block_size // self.hash_block_size
-        indices: Sequence[int] = range(num_cached_blocks * scale + scale - 1, num_full_blocks * scale, scale)
+        start, stop = num_cached_blocks * scale + scale - 1, num_full_blocks * scale
+        contents = request.block_contents
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        hashes = request.block_hashes[start:stop:scale]
+        indices: Sequence[int] = range(start, stop, scale)
+        spans: Iterable[TokenSpan | None] = repeat(None)
+        if contents is not None:
+            spans = contents.spans(stop)[start:stop:scale]
+        rows: Iterable[tuple[KVCacheBlock, bytes, TokenSpan | None, int]]
+        rows = zip(new_blocks, hashes, spans, indices, strict=False)
         if block_mask is not None or new_blocks[0].is_null:
             mask = block_mask or repeat(True, len(new_blocks))
             usable = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
+            rows = compress(rows, usable)
             indices = [*compress(indices, usable)]
-            new_blocks = [*compress(new_blocks, usable)]
-        hashes = request.block_hashes
-        contents = request.block_contents
-        spans = contents.spans(num_full_blocks * scale) if contents is not None else None
         setdefault = self.prefix_index.table(kv_cache_group_id).setdefault
         stored = indices
-        for block, index in zip(new_blocks, indices, strict=True):
-            prefix_hash = hashes[index]
+        for block, prefix_hash, span, index in rows:
             first = setdefault(prefix_hash, block)
             if first is not block:
                 if contents is not None and not contents.matches(index, first.content):
@@ -248,8 +253,7 @@ class BlockPool:
                 self.prefix_index.add_duplicate(prefix_hash, kv_cache_group_id, block)
             block.prefix_hash = prefix_hash
             block.group_id = kv_cache_group_id
-            if spans is not None:
-                block.content = spans[index]
+            block.content = span
         if self.enable_kv_cache_events:
             blocks_range = range(num_cached_blocks, num_full_blocks)
             self._events.append(

@@ -66,6 +66,11 @@ def check_admission(
         check_hashes(request, coordinator.hash_block_size)
     elif num_new_computed_tokens:
         raise HitHandoverError(f"caching is off: {request_id!r} cannot bring computed blocks")
+    if num_new_computed_tokens > len(request.block_hashes) * coordinator.hash_block_size:
+        raise HitHandoverError(
+            f"{num_new_computed_tokens} tokens of {request_id!r} cannot be hits: it has {len(request.block_hashes)} "
+            "block hashes; make it with a block_hasher, and pass what get_computed_blocks returned for it"
+        )
     managers = coordinator.single_type_managers
     if len(hits.blocks) != len(managers):
         raise HitHandoverError(f"new_computed_blocks has {len(hits.blocks)} groups, the cache has {len(managers)}")

@@ -88,20 +88,22 @@ class PrefixContents:
             indices: The hash block that each of them ends with.
         """
         found = [block.content for block in blocks]
+        num_found = len(found)
         if found == self._spans[indices.start : indices.stop : indices.step]:
-            return len(found)
+            return num_found
         done = 0
-        while done < len(found):
+        while done < num_found:
             span = found[done]
             if span is None:  # registered under a hash that is trusted alone
                 return done
-            run = min(len(found), done + len(range(indices[done], span.stop, indices.step)))
-            if found[done:run].count(span) != run - done:
+            # The blocks that this span can answer for, if it is the span of all of them; else one at a time.
+            run = min(done + (span.stop - 1 - indices[done]) // indices.step + 1, num_found)
+            if run <= done or found[done:run].count(span) != run - done:
                 run = done + 1
             if not self.matches(indices[run - 1], span):
                 return next(n for n in range(done, run) if not self.matches(indices[n], span))
             done = run
-        return done
+        return num_found
 
     def matches(self, index: int, span: TokenSpan | None) -> bool:
         """Whether ``span`` holds this request's prefix up to hash block ``index``, that one included.

@@ -84,10 +84,10 @@ class KVCacheCoordinator(ABC):
         self, num_tokens: int, hit_blocks: GroupBlocks, total_computed_tokens: int, *, cap: bool = False
     ) -> int:
         """Free blocks that a new request takes, over all groups. See :class:`SingleTypeKVCacheManager`."""
-        return sum(
-            manager.get_num_blocks_to_admit(num_tokens, blocks, total_computed_tokens, cap=cap)
-            for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True)
-        )
+        needed = 0
+        for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True):
+            needed += manager.get_num_blocks_to_admit(num_tokens, blocks, total_computed_tokens, cap=cap)
+        return needed
 
     def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
         """Free blocks that a running request takes, over all groups."""

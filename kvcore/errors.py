@@ -40,7 +40,7 @@ class DuplicateRequestError(KVCacheError, ValueError):
 
 
 class HitHandoverError(KVCacheError, ValueError):
-    """Hits offered to a request that cannot take any: it is running, or caching is off."""
+    """Hits offered to a request that cannot take them: it is running, it has no hashes, or caching is off."""
 
 
 class StaleHitError(KVCacheError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvcore.checks import (
     check_admission,
@@ -15,25 +15,11 @@ from kvcore.checks import (
 from kvcore.coordinator import make_coordinator
 from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError, UnknownRequestError
 from kvcore.events import BlockStored, KVCacheEvent
+from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
 from kvcore.spec import KVCacheConfig
 from kvcore.stats import PrefixCacheStats
-
-
-class _Holder:
-    """A request that holds blocks, and how far it can go before anything has to be done for it.
-
-    While its tokens stay below ``quiet_tokens`` and its computed tokens below ``quiet_computed``, it needs no block,
-    has none to register and none to give back. Most decode steps end there.
-    """
-
-    __slots__ = ("quiet_computed", "quiet_tokens", "request")
-
-    def __init__(self, request: RequestLike) -> None:
-        self.request = request
-        self.quiet_tokens = 0
-        self.quiet_computed = 0
 
 
 class KVCacheManager:
@@ -103,7 +89,7 @@ class KVCacheManager:
         self.block_pool = self.coordinator.block_pool
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kv_cache_config.kv_cache_groups))
-        self._holders: dict[str, _Holder] = {}
+        self._holders: dict[str, Holder] = {}
         self._stats = PrefixCacheStats()
         # The last lookup's answer, and the removals from the index until then: if both are the same when the hits are
         # handed over, nothing can have become of them, and they need no second look.
@@ -246,7 +232,7 @@ class KVCacheManager:
             if needed > num_free_blocks - reserved_blocks:
                 return None
             coordinator.admit(request_id, hits.blocks, total_computed, num_external_computed_tokens)
-            holder = self._holders[request_id] = _Holder(request)
+            holder = self._holders[request_id] = Holder(request, coordinator.single_type_managers)
             self._fresh_hits = None
         else:
             if full_sequence_must_fit:
@@ -256,15 +242,65 @@ class KVCacheManager:
             if total_computed >= holder.quiet_computed:
                 coordinator.remove_skipped_blocks(request_id, total_computed)
                 num_free_blocks = self.block_pool.get_num_free_blocks()
-                self._update_quiet(holder)
+                holder.update()
             if coordinator.get_num_blocks_to_grow(request_id, num_tokens) > num_free_blocks - reserved_blocks:
                 return None
 
         new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens)
         if not delay_cache_blocks:
             coordinator.cache_blocks(request, min(total_computed + num_new_tokens, request.num_tokens))
-        self._update_quiet(holder)
+        holder.update()
         return KVCacheBlocks(new_blocks) if any(new_blocks) else self.empty_kv_cache_blocks
+
+    def grow(
+        self, requests: Sequence[RequestLike], num_new_tokens: int = 1, *, num_lookahead_tokens: int = 0
+    ) -> Growth:
+        """Gives running requests the blocks for their next tokens: :meth:`allocate_slots` for each in turn, in one
+        call.
+
+        Stops at the first that does not fit; those before it have their slots, those after it are as they were. Only
+        requests that leave their last block, fill it, or move their window past a block cost more than a comparison.
+        O(requests + new blocks + newly full blocks).
+
+        Args:
+            requests: Requests that hold blocks.
+            num_new_tokens: Tokens to compute for each in the next step.
+            num_lookahead_tokens: Slots for draft tokens after these.
+
+        Raises:
+            CountError: A negative count, or no new tokens.
+            UnknownRequestError: A request holds no blocks.
+            DuplicateRequestError: A request's id is that of another request.
+            ComputedTokensError: A request has more computed tokens than tokens.
+            In each case no request was given anything.
+        """
+        check_counts(num_new_tokens, num_lookahead_tokens)
+        if not num_new_tokens:
+            raise CountError("num_new_tokens must be at least 1: there is nothing to allocate")
+        num_more = num_new_tokens + num_lookahead_tokens
+        holders = self._holders
+        due = []
+        for index, request in enumerate(requests):
+            holder = holders.get(request.request_id)
+            computed = request.num_computed_tokens
+            if (
+                holder is None
+                or computed + num_more >= holder.quiet_tokens
+                or not 0 <= computed < holder.quiet_computed
+                or holder.request is not request
+                or computed > request.num_tokens
+            ):
+                check_same_request(request, self._holder(request.request_id).request)
+                check_computed(request, 0)
+                due.append(index)
+        new_blocks: dict[int, KVCacheBlocks] = {}
+        for index in due:
+            blocks = self.allocate_slots(requests[index], num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+            if blocks is None:
+                return Growth(index, new_blocks)
+            if blocks is not self.empty_kv_cache_blocks:
+                new_blocks[index] = blocks
+        return Growth(len(requests), new_blocks)
 
     def free(self, request: RequestLike) -> None:
         """Takes back all blocks of a request: finished, aborted or preempted. O(blocks).
@@ -306,7 +342,7 @@ class KVCacheManager:
                 f"it has {request.num_tokens} tokens and slots for {slots}"
             )
         self.coordinator.cache_blocks(request, num_computed_tokens)
-        self._update_quiet(holder)
+        holder.update()
 
     # -- the cache as a whole -------------------------------------------------------------------------------------
 
@@ -400,13 +436,7 @@ class KVCacheManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _update_quiet(self, holder: _Holder) -> None:
-        request_id = holder.request.request_id
-        managers = self.coordinator.single_type_managers
-        holder.quiet_tokens = min([manager.quiet_until(request_id) for manager in managers])
-        holder.quiet_computed = min([manager.next_skip_at(request_id) for manager in managers])
-
-    def _holder(self, request_id: str) -> _Holder:
+    def _holder(self, request_id: str) -> Holder:
         holder = self._holders.get(request_id)
         if holder is None:
             raise UnknownRequestError(

@@ -1,0 +1,134 @@
+"""Batched growth does what one call for each request would, and stops cleanly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import (
+    BlockHasher,
+    ComputedTokensError,
+    CountError,
+    DuplicateRequestError,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+    KVCacheSpec,
+    Request,
+    SlidingWindowSpec,
+    UnknownRequestError,
+)
+
+FULL = FullAttentionSpec(4, 1, 1, "float32")
+WINDOW = SlidingWindowSpec(4, 1, 1, "float32", 6)
+HASHER = BlockHasher(4, seed="0")
+
+
+def make_manager(num_blocks: int, specs: Sequence[KVCacheSpec] = (FULL,)) -> KVCacheManager:
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheManager(KVCacheConfig(num_blocks, groups), 1000)
+
+
+def start(manager: KVCacheManager, lengths: Sequence[int]) -> list[Request]:
+    """Requests of those lengths, all computed but for one output token that waits."""
+    requests = []
+    for number, length in enumerate(lengths):
+        request = Request(f"r{number}", [number] * length, block_hasher=HASHER)
+        assert manager.allocate_slots(request, length) is not None
+        request.num_computed_tokens = length
+        request.append_output_token_ids(7)
+        requests.append(request)
+    return requests
+
+
+def books(manager: KVCacheManager, requests: Sequence[Request]) -> object:
+    tables = {request.request_id: manager.get_block_ids(request.request_id) for request in requests}
+    queue = [(block.block_id, block.block_hash) for block in manager.block_pool.free_block_queue]
+    return tables, queue, [(block.ref_cnt, block.block_hash) for block in manager.block_pool.blocks]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 13), min_size=1, max_size=6),
+    specs=st.sampled_from([(FULL,), (WINDOW,), (FULL, WINDOW)]),
+    spare=st.integers(0, 6),
+    lookahead=st.integers(0, 3),
+)
+def test_every_step_equals_one_call_for_each_request(
+    lengths: list[int], specs: tuple[KVCacheSpec, ...], spare: int, lookahead: int
+) -> None:
+    num_blocks = 1 + spare + len(specs) * sum(-(-length // 4) for length in lengths)
+    batched, single = make_manager(num_blocks, specs), make_manager(num_blocks, specs)
+    ours, theirs = start(batched, lengths), start(single, lengths)
+    for _ in range(9):
+        growth = batched.grow(ours, 1, num_lookahead_tokens=lookahead)
+        expected = {}
+        num_grown = len(theirs)
+        for index, request in enumerate(theirs):
+            blocks = single.allocate_slots(request, 1, num_lookahead_tokens=lookahead)
+            if blocks is None:
+                num_grown = index
+                break
+            if any(blocks.blocks):
+                expected[index] = blocks.get_block_ids()
+        assert growth.num_grown == num_grown
+        assert {index: blocks.get_block_ids() for index, blocks in growth.new_blocks.items()} == expected
+        assert books(batched, ours) == books(single, theirs)
+        batched.check_invariants()
+        for request in (*ours[:num_grown], *theirs[:num_grown]):
+            request.num_computed_tokens += 1
+            request.append_output_token_ids(7)
+
+
+def test_it_stops_at_the_first_that_does_not_fit_and_leaves_the_rest_as_they_were() -> None:
+    manager = make_manager(1 + 4)  # three requests of one full block each, one block to spare
+    requests = start(manager, [4, 4, 4])
+    growth = manager.grow(requests)
+    assert growth.num_grown == 1
+    assert growth.new_blocks[0].get_block_ids() == ([4],)
+    assert manager.get_block_ids("r1") == ([2],)
+    assert manager.get_block_ids("r2") == ([3],)
+
+
+def test_requests_inside_their_last_block_get_nothing_and_are_counted() -> None:
+    manager = make_manager(10)
+    requests = start(manager, [5, 6])
+    growth = manager.grow(requests)
+    assert (growth.num_grown, growth.new_blocks) == (2, {})
+
+
+def test_no_requests_are_no_work() -> None:
+    growth = make_manager(2).grow([])
+    assert (growth.num_grown, growth.new_blocks) == (0, {})
+
+
+def test_a_bad_request_anywhere_in_the_batch_gives_nothing_to_any() -> None:
+    manager = make_manager(10)
+    requests = start(manager, [4, 4])
+    before = books(manager, requests)
+    too_far = requests[1]
+    stranger = Request("stranger", [1])
+    twin = Request("r0", [1])
+    with pytest.raises(UnknownRequestError, match="'stranger'"):
+        manager.grow([*requests, stranger])
+    with pytest.raises(DuplicateRequestError, match="'r0'"):
+        manager.grow([requests[1], twin])
+    too_far.num_computed_tokens = 6
+    with pytest.raises(ComputedTokensError, match="'r1'"):
+        manager.grow(requests)
+    too_far.num_computed_tokens = -1
+    with pytest.raises(ComputedTokensError, match="'r1'"):
+        manager.grow(requests)
+    assert books(manager, requests) == before
+
+
+@pytest.mark.parametrize(("new", "lookahead"), [(0, 0), (-1, 0), (1, -1), (1.5, 0)])
+def test_a_bad_count_is_refused(new: int, lookahead: int) -> None:
+    manager = make_manager(10)
+    requests = start(manager, [4])
+    with pytest.raises(CountError):
+        manager.grow(requests, new, num_lookahead_tokens=lookahead)
+    assert manager.get_block_ids("r0") == ([1],)
