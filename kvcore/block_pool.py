@@ -23,6 +23,7 @@ from kvcore.eviction import make_policy
 from kvcore.extra_keys import untagged
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
+from kvcore.spec import require_positive
 
 
 class BlockPool:
@@ -58,8 +59,9 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         eviction_policy: str = "lru",
     ) -> None:
-        if num_gpu_blocks < 2:
-            raise ConfigError(f"a pool needs at least 2 blocks (block 0 is the null block), got {num_gpu_blocks}")
+        if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 2:
+            raise ConfigError(f"a pool needs at least 2 blocks (block 0 is the null block), got {num_gpu_blocks!r}")
+        require_positive(hash_block_size=hash_block_size)
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
         self.enable_kv_cache_events = enable_kv_cache_events
@@ -91,9 +93,12 @@ class BlockPool:
         """Takes the policy's next victims, out of the index too, with a reference count of 1. O(num_blocks).
 
         Raises:
-            OutOfBlocksError: Fewer are free, or the count is negative; none is taken.
+            CountError: The count is negative or no whole number.
+            OutOfBlocksError: Fewer are free; none is taken.
         """
-        if not 0 <= num_blocks <= self.get_num_free_blocks():
+        if not isinstance(num_blocks, int) or num_blocks < 0:
+            raise CountError(f"num_blocks must be a whole number and not negative, got {num_blocks!r}")
+        if num_blocks > self.get_num_free_blocks():
             raise OutOfBlocksError(
                 f"{num_blocks} blocks asked for, {self.get_num_free_blocks()} are free: "
                 "check get_num_free_blocks() first, and preempt a request if they are needed"
@@ -110,13 +115,17 @@ class BlockPool:
         Raises:
             ForeignBlockError: A block is not of this pool; none was touched.
         """
-        blocks = [block for block in blocks if not block.is_null]
+        blocks = [block for block in blocks if block is not self.null_block]
         for block in blocks:
             self.require_own(block)
-        self.hold(blocks)
+        free = dict.fromkeys(block for block in blocks if not block.ref_cnt)  # each once, however often it is touched
+        self.policy.reuse([*free])
+        for block in blocks:
+            block.ref_cnt += 1
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """As :meth:`touch`, without its checks: for the managers, which take what they looked up. No null blocks."""
+        """As :meth:`touch`, without its checks: for the managers, which take what they looked up. No block twice, no
+        null blocks."""
         free = [block for block in blocks if not block.ref_cnt]
         if free:
             self.policy.reuse(free)
@@ -131,7 +140,7 @@ class BlockPool:
             ForeignBlockError: A block is not of this pool; nothing was freed.
             DoubleFreeError: A block would be freed more often than it is held; nothing was freed.
         """
-        blocks = [block for block in ordered_blocks if not block.is_null]
+        blocks = [block for block in ordered_blocks if block is not self.null_block]
         for block in blocks:
             self.require_own(block)
         for block, times in Counter(blocks).items():
@@ -209,10 +218,11 @@ class BlockPool:
             self.require_own(block)
             if block.prefix_hash is not None:
                 raise DuplicateBlockError(f"{block!r} is registered already: count it among num_cached_blocks")
-        if num_cached_blocks < num_full_blocks:
-            self.register(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
-            )
+        mask = block_mask or repeat(True, num_full_blocks - num_cached_blocks)
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        mask = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
+        if mask:
+            self.register(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, mask)
 
     def register(
         self,
@@ -224,7 +234,10 @@ class BlockPool:
         kv_cache_group_id: int,
         block_mask: Sequence[bool] | None,
     ) -> None:
-        """As :meth:`cache_full_blocks`, without its checks: for the managers, which know. At least one block."""
+        """As :meth:`cache_full_blocks`, without its checks: for the managers, which know.
+
+        At least one block; null blocks only at the start, or masked out.
+        """
         scale = block_size // self.hash_block_size
         start, stop = num_cached_blocks * scale + scale - 1, num_full_blocks * scale
         contents = request.block_contents

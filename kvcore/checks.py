@@ -9,17 +9,19 @@ from kvcore.errors import (
     CountError,
     DuplicateRequestError,
     HitHandoverError,
+    RequestProtocolError,
     UnknownRequestError,
 )
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
 
 
-def check_counts(*counts: int) -> None:
-    """Counts of tokens and blocks are whole numbers and not negative."""
-    for count in counts:
+def check_counts(names: str, *counts: int) -> None:
+    """Counts of tokens and blocks are whole numbers and not negative; ``names`` are theirs, with spaces between."""
+    for position, count in enumerate(counts):
         if not isinstance(count, int) or count < 0:
-            raise CountError(f"counts of tokens and blocks must be whole numbers and not negative, got {count!r}")
+            name = names.split()[position]
+            raise CountError(f"{name} must be a whole number and not negative, got {count!r}")
 
 
 def check_same_request(request: RequestLike, holder: RequestLike) -> None:
@@ -52,11 +54,26 @@ def check_hashes(request: RequestLike, hash_block_size: int) -> None:
         )
 
 
+ATTRIBUTES = ("block_hashes", "block_contents")
+EVENT_ATTRIBUTES = (*ATTRIBUTES, "token_ids", "extra_keys")
+
+
+def check_protocol(request: RequestLike, attributes: tuple[str, ...]) -> None:
+    """A request of the caller's own class has what will be read later, half way through a change."""
+    for attribute in attributes:
+        if not hasattr(request, attribute):
+            raise RequestProtocolError(
+                f"request {request.request_id!r} has no attribute {attribute}: {type(request).__name__} must have what "
+                "kvcore.request.RequestLike lists, and EventRequest where KV events are on"
+            )
+
+
 def check_admission(
     coordinator: KVCacheCoordinator, request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int
 ) -> None:
     """A request that holds nothing starts from nothing, and its hits cover in every group what it says they cover."""
     request_id = request.request_id
+    check_protocol(request, EVENT_ATTRIBUTES if coordinator.block_pool.enable_kv_cache_events else ATTRIBUTES)
     if request.num_computed_tokens:
         raise UnknownRequestError(
             f"request {request_id!r} has {request.num_computed_tokens} computed tokens but holds no blocks: "
@@ -72,6 +89,11 @@ def check_admission(
             "block hashes; make it with a block_hasher, and pass what get_computed_blocks returned for it"
         )
     managers = coordinator.single_type_managers
+    if not isinstance(hits, KVCacheBlocks):
+        raise HitHandoverError(
+            f"new_computed_blocks must be a KVCacheBlocks, the first of the two that get_computed_blocks returned; got "
+            f"{type(hits).__name__}"
+        )
     if len(hits.blocks) != len(managers):
         raise HitHandoverError(f"new_computed_blocks has {len(hits.blocks)} groups, the cache has {len(managers)}")
     for manager, blocks in zip(managers, hits.blocks, strict=True):
@@ -83,8 +105,16 @@ def check_admission(
             )
 
 
-def check_running(request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int) -> None:
-    """A request that holds blocks takes no hits any more."""
+def check_running(
+    coordinator: KVCacheCoordinator, request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int
+) -> None:
+    """A request that holds blocks takes no hits any more, and has slots for all that it says it has computed."""
+    slots = coordinator.get_num_slots(request.request_id)
+    if request.num_computed_tokens > slots:
+        raise ComputedTokensError(
+            f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens and slots for {slots}: "
+            "count the tokens of a step as computed only if allocate_slots gave it blocks"
+        )
     if num_new_computed_tokens or any(hits.blocks):
         raise HitHandoverError(
             f"request {request.request_id!r} is running and cannot take computed blocks again: "

@@ -127,8 +127,8 @@ class PrefixContents:
             equal.append((span, stop))
             stop, span = span.start, span.parent
         for known, end in reversed(equal):
-            if known.start <= len(spans):
-                spans[known.start : end] = [known] * (end - known.start)
+            assert known.start <= len(spans)
+            spans[known.start : end] = [known] * (end - known.start)
         return True
 
     def _content(self, start: int, stop: int) -> tuple[bytes, dict[int, BlockExtraKeys]]:

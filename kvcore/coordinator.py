@@ -13,7 +13,7 @@ from kvcore.blocks import KVCacheBlock
 from kvcore.errors import ConfigError
 from kvcore.request import RequestLike
 from kvcore.single_type import FullAttentionManager, make_single_type_manager
-from kvcore.spec import KVCacheConfig
+from kvcore.spec import KVCacheConfig, require_positive
 
 GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 """Blocks for each KV cache group."""
@@ -50,7 +50,8 @@ class KVCacheCoordinator(ABC):
         block_sizes = [spec.block_size for spec in specs]
         if hash_block_size is None:
             hash_block_size = math.gcd(*block_sizes)
-        if hash_block_size < 1 or any(size % hash_block_size for size in block_sizes):
+        require_positive(hash_block_size=hash_block_size)
+        if any(size % hash_block_size for size in block_sizes):
             raise ConfigError(
                 f"hash_block_size must divide the block size of every group ({', '.join(map(str, block_sizes))}), "
                 f"got {hash_block_size}"
@@ -125,6 +126,10 @@ class KVCacheCoordinator(ABC):
         """Closes the tables and frees their blocks."""
         for manager in self.single_type_managers:
             manager.free(request_id)
+
+    def get_num_slots(self, request_id: str) -> int:
+        """Tokens that the blocks of a request hold, in every group. O(groups)."""
+        return min([len(m.req_to_blocks[request_id]) * m.block_size for m in self.single_type_managers])
 
     def get_blocks(self, request_id: str) -> GroupBlocks:
         """The block tables themselves: they change as the request runs."""

@@ -31,8 +31,16 @@ class TokenRangeError(KVCacheError, ValueError):
     """A token id that the block hash cannot encode."""
 
 
+class ExtraKeyError(KVCacheError, ValueError):
+    """An adapter, a multi-modal item or a salt that cannot enter a block hash."""
+
+
 class UnknownRequestError(KVCacheError, KeyError):
     """The request holds no blocks here: it was never admitted, or it has been freed already."""
+
+
+class RequestProtocolError(KVCacheError, TypeError):
+    """A request object of the caller's own class lacks something that the manager reads."""
 
 
 class DuplicateRequestError(KVCacheError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcore.errors import CountError
+from kvcore.errors import CountError, ExtraKeyError
 
 ExtraKey = tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]
 BlockExtraKeys = tuple[ExtraKey, ...]
@@ -46,7 +46,8 @@ class MultiModalItem:
     length: int
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
+        whole = isinstance(self.offset, int) and isinstance(self.length, int)
+        if not whole or self.offset < 0 or self.length < 1:
             raise CountError(
                 f"multi-modal item {self.identifier!r} needs offset >= 0 and length >= 1, "
                 f"got offset={self.offset}, length={self.length}"
@@ -60,6 +61,9 @@ class ExtraKeys:
         lora: Enters every block.
         mm_items: Each enters the blocks that it overlaps.
         cache_salt: Enters the first block, and through the chain all after it; None or "" for none.
+
+    Raises:
+        ExtraKeyError: A name that is not text, or that UTF-8 cannot encode.
     """
 
     __slots__ = ("cache_salt", "lora", "mm_items")
@@ -68,6 +72,11 @@ class ExtraKeys:
         self.lora = lora
         self.mm_items = tuple(sorted(mm_items, key=lambda item: item.offset))
         self.cache_salt = cache_salt
+        # Checked here, not when a block fills up in the middle of decoding.
+        names = [cache_salt, *((lora.name, lora.path) if lora else ()), *(item.identifier for item in self.mm_items)]
+        for name in names:
+            if name is not None and not _encodes(name):
+                raise ExtraKeyError(f"adapter names and paths, item identifiers and salts must be text, got {name!r}")
 
     def __bool__(self) -> bool:
         return bool(self.lora or self.mm_items or self.cache_salt)
@@ -85,6 +94,13 @@ class ExtraKeys:
         if self.cache_salt and first == 0 < stop:
             keys.setdefault(0, []).append(("cache_salt", self.cache_salt))
         return {i: tuple(of_block) for i, of_block in keys.items()}
+
+
+def _encodes(name: object) -> bool:
+    try:
+        return isinstance(name, str) and name.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def untagged(keys: BlockExtraKeys) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ CBOR. Parent and tokens have a fixed length, so that no two inputs share an enco
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import pickle
 import struct
@@ -97,7 +98,7 @@ class BlockHasher:
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size must be a whole number of at least 1, got {block_size!r}")
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
         self.block_size = block_size
         self.algorithm = algorithm
@@ -189,7 +190,7 @@ def pack_tokens(token_ids: int | Iterable[int]) -> array[int]:
     if isinstance(token_ids, array) and token_ids.typecode == "I":
         return token_ids[:]
     plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids  # numpy, torch, other arrays
-    tokens = plain if isinstance(plain, list) else [plain] if isinstance(plain, int) else list(plain)
+    tokens = plain if isinstance(plain, list) else list(plain) if isinstance(plain, Iterable) else [plain]
     try:
         return array("I", tokens)
     except (OverflowError, TypeError):
@@ -220,6 +221,6 @@ def _cutter(size: int, count: int) -> Callable[[array[int], int], tuple[bytes, .
 def _first_bad_token(token_ids: Sequence[int]) -> TokenRangeError:
     token: object = None
     for token in token_ids:
-        if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+        if not hasattr(token, "__index__") or not 0 <= operator.index(token) <= MAX_TOKEN_ID:
             break
     return TokenRangeError(f"token ids must be whole numbers from 0 to {MAX_TOKEN_ID}, got {token!r}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcore.blocks import KVCacheBlock
+from kvcore.errors import CountError
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,13 @@ class KVCacheBlocks:
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        """The blocks of both, group by group."""
+        """The blocks of both, group by group.
+
+        Raises:
+            CountError: They have different numbers of groups.
+        """
+        if len(self.blocks) != len(other.blocks):
+            raise CountError(f"cannot add blocks of {len(other.blocks)} groups to blocks of {len(self.blocks)} groups")
         return KVCacheBlocks(tuple([*mine, *theirs] for mine, theirs in zip(self.blocks, other.blocks, strict=True)))
 
     def new_empty(self) -> KVCacheBlocks:

@@ -18,7 +18,7 @@ from kvcore.events import BlockStored, KVCacheEvent
 from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
-from kvcore.spec import KVCacheConfig
+from kvcore.spec import KVCacheConfig, require_positive
 from kvcore.stats import PrefixCacheStats
 
 
@@ -67,12 +67,11 @@ class KVCacheManager:
         watermark: float = 0.0,
         max_in_flight_tokens: int | None = None,
     ) -> None:
-        if max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1 token, got {max_model_len}")
-        if max_in_flight_tokens is not None and max_in_flight_tokens < 1:
-            raise ConfigError(f"max_in_flight_tokens must be at least 1 token, or None, got {max_in_flight_tokens}")
-        if not 0.0 <= watermark < 1.0:
-            raise ConfigError(f"watermark is a share of the pool, from 0 to below 1, got {watermark}")
+        require_positive(max_model_len=max_model_len)
+        if max_in_flight_tokens is not None:
+            require_positive(max_in_flight_tokens=max_in_flight_tokens)
+        if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
+            raise ConfigError(f"watermark is a share of the pool, from 0 to below 1, got {watermark!r}")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -116,7 +115,8 @@ class KVCacheManager:
         Raises:
             ConfigError: The request is hashed at another block size than the manager's.
         """
-        if not self.enable_caching or not request.block_hashes:
+        takes_part = getattr(request, "block_hasher", True) is not None
+        if not self.enable_caching or not takes_part:
             return self.empty_kv_cache_blocks, 0
         check_hashes(request, self.coordinator.hash_block_size)
         groups, num_tokens = self.coordinator.find_longest_cache_hit(request, request.num_tokens - 1)
@@ -190,8 +190,10 @@ class KVCacheManager:
             )
         ):
             computed = request.num_computed_tokens
+            num_tokens = computed + num_new_tokens + num_lookahead_tokens
             if (
-                computed + num_new_tokens + num_lookahead_tokens < holder.quiet_tokens
+                num_tokens < holder.quiet_tokens
+                and type(num_tokens) is int  # a float anywhere in the sum would show
                 and 0 <= computed < holder.quiet_computed
                 and num_new_tokens > 0
                 and num_lookahead_tokens >= 0
@@ -201,7 +203,12 @@ class KVCacheManager:
                 return self.empty_kv_cache_blocks
 
         check_counts(
-            num_new_tokens, num_new_computed_tokens, num_lookahead_tokens, num_external_computed_tokens, reserved_blocks
+            "num_new_tokens num_new_computed_tokens num_lookahead_tokens num_external_computed_tokens reserved_blocks",
+            num_new_tokens,
+            num_new_computed_tokens,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            reserved_blocks,
         )
         num_new_computed = num_new_computed_tokens + num_external_computed_tokens
         if not num_new_tokens and not num_new_computed:
@@ -215,7 +222,7 @@ class KVCacheManager:
             self._check_hits(request, hits)
         else:
             check_same_request(request, holder.request)
-            check_running(request, hits, num_new_computed)
+            check_running(self.coordinator, request, hits, num_new_computed)
 
         coordinator = self.coordinator
         request_id = request.request_id
@@ -248,7 +255,7 @@ class KVCacheManager:
 
         new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens)
         if not delay_cache_blocks:
-            coordinator.cache_blocks(request, min(total_computed + num_new_tokens, request.num_tokens))
+            coordinator.cache_blocks(request, min(total_computed + num_new_tokens, num_tokens, request.num_tokens))
         holder.update()
         return KVCacheBlocks(new_blocks) if any(new_blocks) else self.empty_kv_cache_blocks
 
@@ -274,7 +281,7 @@ class KVCacheManager:
             ComputedTokensError: A request has more computed tokens than tokens.
             In each case no request was given anything.
         """
-        check_counts(num_new_tokens, num_lookahead_tokens)
+        check_counts("num_new_tokens num_lookahead_tokens", num_new_tokens, num_lookahead_tokens)
         if not num_new_tokens:
             raise CountError("num_new_tokens must be at least 1: there is nothing to allocate")
         num_more = num_new_tokens + num_lookahead_tokens
@@ -285,6 +292,7 @@ class KVCacheManager:
             computed = request.num_computed_tokens
             if (
                 holder is None
+                or type(computed) is not int
                 or computed + num_more >= holder.quiet_tokens
                 or not 0 <= computed < holder.quiet_computed
                 or holder.request is not request
@@ -331,11 +339,8 @@ class KVCacheManager:
         """
         holder = self._holder(request.request_id)
         check_same_request(request, holder.request)
-        check_counts(num_computed_tokens)
-        slots = min(
-            len(manager.req_to_blocks[request.request_id]) * manager.block_size
-            for manager in self.coordinator.single_type_managers
-        )
+        check_counts("num_computed_tokens", num_computed_tokens)
+        slots = self.coordinator.get_num_slots(request.request_id)
         if num_computed_tokens > min(request.num_tokens, slots):
             raise ComputedTokensError(
                 f"{num_computed_tokens} tokens of {request.request_id!r} cannot be computed: "

@@ -30,7 +30,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _require_positive(**sizes: int) -> None:
+def require_positive(**sizes: int) -> None:
+    """Raises ConfigError unless each size is a whole number of at least 1."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -59,8 +60,8 @@ class KVCacheSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        _require_positive(block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
-        if self.dtype not in DTYPE_BYTES:
+        require_positive(block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
 
     @property
@@ -104,7 +105,7 @@ class SlidingWindowSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(sliding_window=self.sliding_window)
+        require_positive(sliding_window=self.sliding_window)
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int | None = None) -> int:
         """As the base; bounded by the window, the tokens in flight, and one block that the window only begins in."""
@@ -128,7 +129,7 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(attention_chunk_size=self.attention_chunk_size)
+        require_positive(attention_chunk_size=self.attention_chunk_size)
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int | None = None) -> int:
         """As the base; bounded by one chunk and the tokens in flight."""
@@ -147,10 +148,19 @@ class KVCacheGroupSpec:
     Args:
         layer_names: Names of the layers, one at least.
         kv_cache_spec: What each of them caches.
+
+    Raises:
+        ConfigError: No layers, or something that is no spec.
     """
 
     layer_names: Sequence[str]
     kv_cache_spec: KVCacheSpec
+
+    def __post_init__(self) -> None:
+        if not self.layer_names:
+            raise ConfigError("a KV cache group needs the name of at least one layer")
+        if not isinstance(self.kv_cache_spec, KVCacheSpec):
+            raise ConfigError(f"kv_cache_spec must be a KVCacheSpec, got {type(self.kv_cache_spec).__name__}")
 
 
 @dataclass(frozen=True)

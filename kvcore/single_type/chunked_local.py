@@ -23,7 +23,8 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         A chunk's start is always a hit: the token there reads nothing before it. O(blocks of a chunk), unless alignment
         pushes the end of the hit back into an earlier chunk.
         """
-        length = max_length - max_length % self.alignment_tokens
+        length = min(max_length, len(request.block_hashes) * self.block_pool.hash_block_size)
+        length -= length % self.alignment_tokens
         while True:
             # Decides for a hit that ends in the chunk of `length`; a shorter one, in an earlier chunk, is another case.
             chunk_start = self.get_num_skipped_tokens(length)
