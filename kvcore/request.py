@@ -63,9 +63,9 @@ class Request:
     Attributes:
         num_computed_tokens: Tokens whose keys and values are in the cache; the engine sets it.
         num_preemptions: How often the engine took its blocks away; the engine counts it.
-        token_ids: Prompt and output, packed: an ``array`` of unsigned 32-bit integers, which numpy and torch read
-            without a copy. Read only: append through :meth:`append_output_token_ids`, which raises ``BufferError`` while
-            such a view is alive.
+        token_ids: Prompt and output, packed: an ``array`` of unsigned 32-bit integers, which numpy reads without
+            a copy. Read only: append through :meth:`append_output_token_ids`, which raises ``BufferError`` while such a
+            view is alive.
         num_tokens: Their count.
         block_hashes: One hash for each full hash block. Read only.
 
