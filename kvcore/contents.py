@@ -94,11 +94,12 @@ class PrefixContents:
         done = 0
         while done < num_found:
             span = found[done]
-            if span is None:  # registered under a hash that is trusted alone
+            # None: registered under a hash that is trusted alone.
+            if span is None or not span.start <= indices[done] < span.stop:
                 return done
             # The blocks that this span can answer for, if it is the span of all of them; else one at a time.
             run = min(done + (span.stop - 1 - indices[done]) // indices.step + 1, num_found)
-            if run <= done or found[done:run].count(span) != run - done:
+            if found[done:run].count(span) != run - done:
                 run = done + 1
             if not self.matches(indices[run - 1], span):
                 return next(n for n in range(done, run) if not self.matches(indices[n], span))

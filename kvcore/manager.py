@@ -242,14 +242,14 @@ class KVCacheManager:
             holder = self._holders[request_id] = Holder(request, coordinator.single_type_managers)
             self._fresh_hits = None
         else:
-            if full_sequence_must_fit:
-                length = min(request.num_tokens, self.max_model_len)
-                if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
-                    return None
             if total_computed >= holder.quiet_computed:
                 coordinator.remove_skipped_blocks(request_id, total_computed)
                 num_free_blocks = self.block_pool.get_num_free_blocks()
                 holder.update()
+            if full_sequence_must_fit:
+                length = min(request.num_tokens, self.max_model_len)
+                if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
+                    return None
             if coordinator.get_num_blocks_to_grow(request_id, num_tokens) > num_free_blocks - reserved_blocks:
                 return None
 

@@ -110,16 +110,18 @@ class SingleTypeKVCacheManager(ABC):
         num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
         kept = hit_blocks[num_skipped:]
         new = max(cdiv(num_tokens, self.block_size) - max(num_skipped, len(hit_blocks)), 0)
-        if cap:
-            new = max(min(new, self.max_blocks_per_request - len(kept)), 0)
-        return new + [block.ref_cnt for block in kept].count(0)  # behind the skipped blocks, none is null
+        needed = new + [block.ref_cnt for block in kept].count(0)  # behind the skipped blocks, none is null
+        # Hits that others hold too do not come back when the window leaves them, so that only the others count.
+        return min(needed, self.max_blocks_per_request) if cap else needed
 
     def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
-        """Free blocks that a running request needs to hold ``num_tokens`` tokens. O(1)."""
-        held = len(self.req_to_blocks[request_id])
-        new = max(cdiv(num_tokens, self.block_size) - held, 0)
+        """Free blocks that a running request needs to hold ``num_tokens`` tokens. O(1), with ``cap`` O(held blocks)."""
+        table = self.req_to_blocks[request_id]
+        new = max(cdiv(num_tokens, self.block_size) - len(table), 0)
         if cap:
-            new = max(min(new, self.max_blocks_per_request - held + self.num_skipped_block[request_id]), 0)
+            # As for hits: what others hold too does not come back.
+            own = [block.ref_cnt for block in table[self.num_skipped_block[request_id] :]].count(1)
+            new = max(min(new, self.max_blocks_per_request - own), 0)
         return new
 
     def check_hits(self, request: RequestLike, hit_blocks: Sequence[KVCacheBlock]) -> None:
