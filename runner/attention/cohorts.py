@@ -1,0 +1,133 @@
+"""Which sequences of a step are attended together: those with few queries, by equal beginnings or by length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from kvcore.spec import FullAttentionSpec
+from runner.attention.base import visible_from, visible_from_each
+from runner.batch import GroupBatch
+
+MIN_SHARED_TOKENS = 64
+"""Shared tokens from which reading them once pays for the extra operations."""
+
+MOST_OWN_SLOTS = 1 << 15
+MOST_SCORES = 1 << 20
+"""Per cohort: slots gathered, and scores per head. They bound the memory of a step, whatever it holds."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """B sequences with up to Q queries each, attended together.
+
+    Args:
+        tokens: ``[B, Q]``, which of the step's T tokens the queries are; short rows repeat their last.
+        own_slots: ``[B, P]``, slots of the keys that a sequence reads for itself; short rows repeat their last.
+        hidden: ``[B, Q, P]``, True where a query does not read a key; None where each reads all.
+        shared_slots: ``[S]``, slots of keys that every query reads, all of them before the own ones; None where the
+            sequences share too few.
+    """
+
+    tokens: torch.Tensor
+    own_slots: torch.Tensor
+    hidden: torch.Tensor | None
+    shared_slots: torch.Tensor | None
+
+
+def plan_cohorts(batch: GroupBatch, sequences: Sequence[int]) -> list[Cohort]:
+    """Sort sequences (indices into the batch) into cohorts. O(tokens they read).
+
+    Within a cohort, numbers of queries differ by less than a factor of 2, and about half of what is read is padding at
+    most.
+    """
+
+    def magnitude_of_queries(i: int) -> int:
+        return batch.query_lens[i].bit_length()
+
+    cohorts = []
+    for some in _grouped(sequences, magnitude_of_queries):
+        alone = []
+        for members in _grouped(some, lambda i: batch.block_ids[i][0]):
+            shared = _num_shared_tokens(batch, members)
+            if shared < MIN_SHARED_TOKENS:
+                alone += members
+            else:
+                cohorts += [_cohort(batch, alike, shared) for alike in _of_like_length(batch, members, shared)]
+        cohorts += [_cohort(batch, alike, 0) for alike in _of_like_length(batch, alone, 0)]
+    return cohorts
+
+
+def _grouped(sequences: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:
+    return [list(members) for _, members in groupby(sorted(sequences, key=key), key=key)]
+
+
+def _num_shared_tokens(batch: GroupBatch, members: Sequence[int]) -> int:
+    """Tokens at the start that lie in the same blocks for all members; 0 for one member alone."""
+    if len(members) < 2 or not isinstance(batch.spec, FullAttentionSpec):
+        # What a window reads of a shared prefix differs from query to query, and is bounded by the window anyway.
+        return 0
+    tables = [list(batch.block_ids[i]) for i in members]
+    low, high = min(tables), max(tables)  # what the first and the last in order share, all between them share
+    shared = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), min(len(low), len(high)))  # noqa: B905
+    # Every query reads all of it, the first one of each sequence included.
+    readable = min(batch.context_lens[i] - batch.query_lens[i] + 1 for i in members)
+    return min(shared, readable // batch.spec.block_size) * batch.spec.block_size
+
+
+def _own_start(batch: GroupBatch, i: int, shared: int) -> int:
+    """First position that sequence ``i`` reads for itself."""
+    return max(shared, visible_from(batch.spec, batch.context_lens[i] - batch.query_lens[i]))
+
+
+def _of_like_length(batch: GroupBatch, members: Sequence[int], shared: int) -> list[list[int]]:
+    """All together if at most half of what is gathered is padding, else split where lengths double; none too large."""
+    if not members:
+        return []
+    lengths = {i: batch.context_lens[i] - _own_start(batch, i, shared) for i in members}
+    alike = [list(members)]
+    if max(lengths.values()) * len(members) > 2 * sum(lengths.values()):
+        alike = _grouped(members, lambda i: lengths[i].bit_length())
+    parts = []
+    for some in alike:
+        longest = max(1, *(lengths[i] for i in some))
+        scores = max(batch.query_lens[i] for i in some) * (shared + longest)
+        most = max(1, min(MOST_OWN_SLOTS // longest, MOST_SCORES // scores))
+        parts += [some[begin : begin + most] for begin in range(0, len(some), most)]
+    return parts
+
+
+def _cohort(batch: GroupBatch, members: Sequence[int], shared: int) -> Cohort:
+    block_size = batch.spec.block_size
+    starts = [_own_start(batch, i, shared) for i in members]
+    contexts = torch.tensor([batch.context_lens[i] for i in members])[:, None]  # [B, 1]
+    own_start = torch.tensor(starts)[:, None]  # [B, 1]
+    num_queries = torch.tensor([batch.query_lens[i] for i in members])[:, None]  # [B, 1]
+    # Padding repeats what is the sequence's own: other slots may hold NaN, and 0 * NaN is NaN. A sequence whose keys
+    # are all shared reads none for itself.
+    offsets = torch.arange(max(1, int((contexts - own_start).max())))  # [P]
+    positions = torch.minimum(own_start + offsets, contexts - 1)  # [B, P]
+    queries = torch.minimum(torch.arange(int(num_queries.max())), num_queries - 1)  # [B, Q], counted in the sequence
+    query_positions = contexts - num_queries + queries  # [B, Q]
+    hidden = (own_start + offsets)[:, None] > query_positions[:, :, None]  # [B, Q, P]
+    if not isinstance(batch.spec, FullAttentionSpec):
+        hidden |= positions[:, None] < visible_from_each(batch.spec, query_positions)[:, :, None]
+
+    tables = [batch.block_ids[i] for i in members]
+    width = max(len(ids) for ids in tables)
+    table = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tables])  # [B, width]
+    own_slots = table.gather(1, positions // block_size) * block_size + positions % block_size
+    shared_slots = None
+    if shared:
+        shared_slots = (table[0, : shared // block_size, None] * block_size + torch.arange(block_size)).flatten()
+    query_starts = torch.tensor([batch.query_starts[i] for i in members])[:, None]  # [B, 1]
+    device = batch.device
+    return Cohort(
+        tokens=(query_starts + queries).to(device, non_blocking=True),
+        own_slots=own_slots.to(device, non_blocking=True),
+        hidden=hidden.to(device, non_blocking=True) if hidden.any() else None,
+        shared_slots=None if shared_slots is None else shared_slots.to(device, non_blocking=True),
+    )

@@ -1,0 +1,250 @@
+"""The engine's promises about outputs, streams, aborts and refusals, on a small random model with a byte tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from runner import Engine, EngineConfig, EngineConfigError, RequestRefusedError, RunnerError, SamplingParams
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.small_models import small_model
+
+TEXTS = ["What is a cache?", "Naïve café — 日本語 🎉", "What is a block?"]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    model = small_model("llama", seed=3, vocab_size=300)
+    # Only bytes come out: no end of sequence, unless a test asks for one.
+    model.get_output_embeddings().weight.data[256:] = 0
+    return model
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel) -> Iterator[Engine]:
+    engine = Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=100, max_num_batched_tokens=64))
+    yield engine
+    engine.manager.check_invariants()
+    assert engine.manager.usage == 0
+    assert not engine.has_unfinished_requests
+
+
+def test_outputs_say_how_they_ended_and_what_was_found(engine: Engine) -> None:
+    (first,) = engine.generate("x" * 40, SamplingParams(max_tokens=5))
+    (second,) = engine.generate("x" * 40, SamplingParams(max_tokens=7))
+    assert (first.finish_reason, len(first.token_ids), first.num_cached_tokens) == ("length", 5, 0)
+    assert (second.finish_reason, len(second.token_ids), second.num_cached_tokens) == ("length", 7, 32)
+    assert second.token_ids[:5] == first.token_ids
+    assert second.finished
+    assert second.metrics.time_to_first_token is not None
+    assert second.metrics.seconds is not None
+    assert 0 < second.metrics.time_to_first_token < second.metrics.seconds
+    assert engine.num_computed_tokens == (40 + 4) + (8 + 6)
+
+
+def test_text_token_ids_and_conversations_are_all_prompts(engine: Engine) -> None:
+    conversation = [{"role": "user", "content": "Hi"}]
+    prompts = ["<user>Hi<assistant>", engine.encode("<user>Hi<assistant>"), conversation]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=8))
+    assert len({tuple(output.prompt_token_ids) for output in outputs}) == 1
+    assert len({output.text for output in outputs}) == 1
+    for prompt in prompts:
+        (alone,) = engine.generate(prompt, SamplingParams(max_tokens=8))
+        assert alone.text == outputs[0].text
+
+
+def test_what_is_no_prompt_is_refused(engine: Engine) -> None:
+    with pytest.raises(RunnerError, match="a prompt is text, whole numbers"):
+        engine.add_request([1, "two"])  # type: ignore[list-item]
+
+
+def test_streamed_deltas_join_to_the_text_and_never_split_a_character(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=40)
+    deltas = ["", "", ""]
+    tokens_seen = [0, 0, 0]
+    final = {}
+    for output in engine.stream(TEXTS, params):
+        deltas[output.index] += output.delta
+        assert deltas[output.index] == output.text
+        assert len(output.token_ids) == tokens_seen[output.index] + 1
+        tokens_seen[output.index] += 1
+        if output.finished:
+            final[output.index] = output
+    generated = engine.generate(TEXTS, params)
+    for index, output in enumerate(generated):
+        assert output.text == final[index].text == engine.tokenizer.decode(output.token_ids)
+        # These are random bytes: not one of them may be lost or come twice.
+        assert output.token_ids == final[index].token_ids
+
+
+def test_a_stop_token_ends_the_output_and_is_not_part_of_its_text(engine: Engine) -> None:
+    (free,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=12))
+    stop = free.token_ids[6]
+    length = free.token_ids.index(stop) + 1
+    (stopped,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=12, stop_token_ids=[stop]))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[:length]
+    assert stopped.text == engine.tokenizer.decode(free.token_ids[: length - 1])
+
+
+def test_the_models_own_end_of_sequence_ends_the_output_unless_ignored(model: PreTrainedModel) -> None:
+    model = copy.deepcopy(model)
+    (free,) = Engine(model, config=EngineConfig(num_blocks=50)).generate([[1, 2, 3]], SamplingParams(max_tokens=12))
+    model.generation_config.eos_token_id = [299, free.token_ids[4]]
+    engine = Engine(model, config=EngineConfig(num_blocks=50))
+    length = free.token_ids.index(free.token_ids[4]) + 1
+    (ended,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12))
+    assert (ended.token_ids, ended.finish_reason) == (free.token_ids[:length], "stop")
+    (ignoring,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
+
+
+def test_an_aborted_request_gives_its_blocks_back_and_leaves_the_others_alone(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10)
+    expected = [output.token_ids for output in engine.generate(TEXTS, params)]
+    ids = [engine.add_request(text, params) for text in TEXTS]
+    for _ in range(3):
+        engine.step()
+    aborted = engine.abort(ids[1])
+    assert (aborted.finish_reason, aborted.token_ids) == ("abort", expected[1][:3])
+    late = engine.add_request(TEXTS[1], params)
+    finished = {}
+    while engine.has_unfinished_requests:
+        finished.update({output.request_id: output.token_ids for output in engine.step() if output.finished})
+    assert finished == {ids[0]: expected[0], ids[2]: expected[2], late: expected[1]}
+    with pytest.raises(RunnerError, match="no unfinished request"):
+        engine.abort(ids[1])
+
+
+def test_a_request_may_be_aborted_before_it_was_ever_computed(engine: Engine) -> None:
+    output = engine.abort(engine.add_request("never mind"))
+    assert (output.finish_reason, output.token_ids, output.num_cached_tokens) == ("abort", [], 0)
+    assert engine.step() == []
+
+
+def test_leaving_a_stream_early_ends_all_of_its_requests(engine: Engine) -> None:
+    for output in engine.stream(TEXTS, SamplingParams(max_tokens=30)):
+        if len(output.token_ids) == 2:
+            break
+    assert not engine.has_unfinished_requests
+    assert engine.manager.usage == 0
+
+
+def test_generate_and_stream_want_the_engine_to_themselves(engine: Engine) -> None:
+    request_id = engine.add_request("busy")
+    with pytest.raises(RunnerError, match="1 requests are under way"):
+        engine.generate("me too")
+    engine.abort(request_id)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "the prompt is empty"),
+        ([1] * 1000, 25, r"1,000 prompt tokens \+ 25 tokens of output = 1,025 tokens, more than max_model_len = 1,024"),
+        ([1] * 900, 100, r"can need 63 of 16 tokens = 63 blocks, and the cache has 59"),
+    ],
+)
+def test_what_can_never_run_is_refused_before_anything_starts(
+    model: PreTrainedModel, prompt: list[int], max_tokens: int, message: str
+) -> None:
+    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=60))
+    with pytest.raises(RequestRefusedError, match=message):
+        engine.generate([[1, 2, 3], prompt], SamplingParams(max_tokens=max_tokens))
+    with pytest.raises(RequestRefusedError, match=message):
+        engine.add_request(prompt, SamplingParams(max_tokens=max_tokens))
+    assert not engine.has_unfinished_requests
+
+
+def test_a_request_id_may_be_used_again_but_not_twice_at_once(engine: Engine) -> None:
+    engine.add_request("a", request_id="mine")
+    with pytest.raises(RequestRefusedError, match="'mine' is in use"):
+        engine.add_request("b", request_id="mine")
+    engine.abort("mine")
+    assert engine.add_request("c", request_id="mine") == "mine"
+    engine.abort("mine")
+
+
+def test_only_requests_with_the_same_salt_share_blocks(engine: Engine) -> None:
+    found = []
+    for salt in ["red", "blue", "red", None, None]:
+        engine.add_request("y" * 40, SamplingParams(max_tokens=1), cache_salt=salt)
+        (output,) = engine.step()
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 32, 0, 32]
+
+
+def test_after_a_step_that_failed_the_books_are_in_order_and_no_half_computed_block_is_ever_found(
+    engine: Engine, model: PreTrainedModel
+) -> None:
+    params = SamplingParams(max_tokens=6)
+    expected = [output.token_ids for output in engine.generate(TEXTS, params)]
+    layer = engine.model_runner.model.model.layers[2]
+
+    def fail(*args: object) -> None:
+        raise MemoryError("on purpose")
+
+    for text in TEXTS:
+        engine.add_request(text, params)
+    engine.step()
+    hook = layer.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="on purpose"):
+        engine.step()
+    hook.remove()
+    assert not engine.has_unfinished_requests
+    outputs = engine.generate(TEXTS, params)
+    assert [output.token_ids for output in outputs] == expected
+    assert outputs[0].num_cached_tokens == 0
+
+
+def test_two_engines_share_one_model(model: PreTrainedModel) -> None:
+    shared = copy.deepcopy(model)
+    engines = [Engine(shared, config=EngineConfig(num_blocks=50, enable_caching=caching)) for caching in (False, True)]
+    params = SamplingParams(max_tokens=8)
+    (expected,) = engines[0].generate([[5, 6, 7]], params)
+    for engine in engines:
+        engine.add_request([5, 6, 7], params, request_id="r")
+    outputs = [[], []]
+    while any(engine.has_unfinished_requests for engine in engines):
+        for engine, found in zip(engines, outputs, strict=True):
+            found += [output.token_ids[-1] for output in engine.step()]
+    assert outputs == [expected.token_ids, expected.token_ids]
+
+
+def test_text_needs_a_tokenizer_and_token_ids_do_not(model: PreTrainedModel) -> None:
+    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=50))
+    with pytest.raises(RunnerError, match="no tokenizer"):
+        engine.generate("text")
+    (output,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=2))
+    assert len(output.token_ids) == 2
+    assert output.text == ""
+
+
+def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -> None:
+    engine = Engine(copy.deepcopy(model).bfloat16(), byte_tokenizer(), EngineConfig(num_blocks=100))
+    assert {cache.dtype for cache in engine.model_runner.kv_caches.values()} == {torch.bfloat16}
+    cold = engine.generate(TEXTS, SamplingParams(max_tokens=10))
+    warm = engine.generate(TEXTS, SamplingParams(max_tokens=10))
+    assert [output.token_ids for output in cold] == [output.token_ids for output in warm]
+    assert engine.manager.usage == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
+        ({"max_num_seqs": 3000}, "max_num_batched_tokens=2048 is less than max_num_seqs=3000"),
+        ({"num_blocks": 10, "kv_cache_memory": 10**9}, "either kv_cache_memory or num_blocks"),
+        ({"max_model_len": 1025, "num_blocks": 10}, "max_model_len=1,025 is more than the 1,024 tokens"),
+        ({"attention_backend": "magic", "num_blocks": 10}, "attention_backend must be one of torch"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    model: PreTrainedModel, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=message):
+        Engine(copy.deepcopy(model), config=EngineConfig(**settings))  # type: ignore[arg-type]
