@@ -105,15 +105,12 @@ def check_admission(
             )
 
 
-def check_running(
-    coordinator: KVCacheCoordinator, request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int
-) -> None:
+def check_running(request: RequestLike, num_slots: int, hits: KVCacheBlocks, num_new_computed_tokens: int) -> None:
     """A request that holds blocks takes no hits any more, and has slots for all that it says it has computed."""
-    slots = coordinator.get_num_slots(request.request_id)
-    if request.num_computed_tokens > slots:
+    if request.num_computed_tokens > num_slots:
         raise ComputedTokensError(
-            f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens and slots for {slots}: "
-            "count the tokens of a step as computed only if allocate_slots gave it blocks"
+            f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens and slots for "
+            f"{num_slots}: count the tokens of a step as computed only if allocate_slots gave it blocks"
         )
     if num_new_computed_tokens or any(hits.blocks):
         raise HitHandoverError(

@@ -127,10 +127,6 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.free(request_id)
 
-    def get_num_slots(self, request_id: str) -> int:
-        """Tokens that the blocks of a request hold, in every group. O(groups)."""
-        return min([len(m.req_to_blocks[request_id]) * m.block_size for m in self.single_type_managers])
-
     def get_blocks(self, request_id: str) -> GroupBlocks:
         """The block tables themselves: they change as the request runs."""
         return tuple([manager.req_to_blocks[request_id] for manager in self.single_type_managers])

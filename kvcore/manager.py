@@ -194,7 +194,7 @@ class KVCacheManager:
             if (
                 num_tokens < holder.quiet_tokens
                 and type(num_tokens) is int  # a float anywhere in the sum would show
-                and 0 <= computed < holder.quiet_computed
+                and 0 <= computed < holder.skip_at
                 and num_new_tokens > 0
                 and num_lookahead_tokens >= 0
                 and holder.request is request
@@ -222,7 +222,7 @@ class KVCacheManager:
             self._check_hits(request, hits)
         else:
             check_same_request(request, holder.request)
-            check_running(self.coordinator, request, hits, num_new_computed)
+            check_running(request, holder.num_slots, hits, num_new_computed)
 
         coordinator = self.coordinator
         request_id = request.request_id
@@ -242,7 +242,7 @@ class KVCacheManager:
             holder = self._holders[request_id] = Holder(request, coordinator.single_type_managers)
             self._fresh_hits = None
         else:
-            if total_computed >= holder.quiet_computed:
+            if total_computed >= holder.skip_at:
                 coordinator.remove_skipped_blocks(request_id, total_computed)
                 num_free_blocks = self.block_pool.get_num_free_blocks()
                 holder.update()
@@ -250,14 +250,22 @@ class KVCacheManager:
                 length = min(request.num_tokens, self.max_model_len)
                 if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
                     return None
-            if coordinator.get_num_blocks_to_grow(request_id, num_tokens) > num_free_blocks - reserved_blocks:
+            needed = 0
+            if num_tokens > holder.num_slots:
+                needed = coordinator.get_num_blocks_to_grow(request_id, num_tokens)
+            if needed > num_free_blocks - reserved_blocks:
                 return None
 
-        new_blocks = coordinator.allocate_new_blocks(request_id, num_tokens)
-        if not delay_cache_blocks:
-            coordinator.cache_blocks(request, min(total_computed + num_new_tokens, num_tokens, request.num_tokens))
+        new_blocks = self.empty_kv_cache_blocks
+        if num_tokens > holder.num_slots:
+            groups = coordinator.allocate_new_blocks(request_id, num_tokens)
+            if any(groups):
+                new_blocks = KVCacheBlocks(groups)
+        num_finished_tokens = min(total_computed + num_new_tokens, num_tokens, request.num_tokens)
+        if num_finished_tokens >= holder.register_at and not delay_cache_blocks:
+            coordinator.cache_blocks(request, num_finished_tokens)
         holder.update()
-        return KVCacheBlocks(new_blocks) if any(new_blocks) else self.empty_kv_cache_blocks
+        return new_blocks
 
     def grow(
         self, requests: Sequence[RequestLike], num_new_tokens: int = 1, *, num_lookahead_tokens: int = 0
@@ -294,7 +302,7 @@ class KVCacheManager:
                 holder is None
                 or type(computed) is not int
                 or computed + num_more >= holder.quiet_tokens
-                or not 0 <= computed < holder.quiet_computed
+                or not 0 <= computed < holder.skip_at
                 or holder.request is not request
                 or computed > request.num_tokens
             ):
@@ -340,7 +348,7 @@ class KVCacheManager:
         holder = self._holder(request.request_id)
         check_same_request(request, holder.request)
         check_counts("num_computed_tokens", num_computed_tokens)
-        slots = self.coordinator.get_num_slots(request.request_id)
+        slots = holder.num_slots
         if num_computed_tokens > min(request.num_tokens, slots):
             raise ComputedTokensError(
                 f"{num_computed_tokens} tokens of {request.request_id!r} cannot be computed: "

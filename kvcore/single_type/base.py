@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
@@ -16,6 +17,20 @@ from kvcore.spec import KVCacheSpec, cdiv
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""
+
+
+class Limits(NamedTuple):
+    """How far a request can go, in tokens.
+
+    Args:
+        num_slots: Tokens its table holds.
+        register_at: Tokens from which on it has a block to register.
+        skip_at: Computed tokens from which on it has a block to give back.
+    """
+
+    num_slots: int
+    register_at: int
+    skip_at: int
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -222,14 +237,15 @@ class SingleTypeKVCacheManager(ABC):
 
     # -- looking --------------------------------------------------------------------------------------------------
 
-    def quiet_until(self, request_id: str) -> int:
-        """Number of tokens from which on the request needs a new block here, or has one to register. O(1)."""
-        first_without_slot = len(self.req_to_blocks[request_id]) * self.block_size + 1
-        if not self.enable_caching:
-            return first_without_slot
-        alignment = self.alignment_tokens
-        next_full = (self.num_cached_block[request_id] + 1) * self.block_size
-        return min(first_without_slot, -(-next_full // alignment) * alignment)
+    def limits(self, request_id: str) -> Limits:
+        """How far the request can go before its table here has to change. O(1)."""
+        register_at = NEVER
+        if self.enable_caching:
+            alignment = self.alignment_tokens
+            next_full = (self.num_cached_block[request_id] + 1) * self.block_size
+            register_at = -(-next_full // alignment) * alignment
+        num_slots = len(self.req_to_blocks[request_id]) * self.block_size
+        return Limits(num_slots, register_at, self.next_skip_at(request_id))
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Leading blocks of the request that all running requests hold."""
