@@ -57,7 +57,7 @@ types: $(STAMPS)/dev ## mypy --strict on kvcore
 	$(BIN)/mypy
 
 docs: $(STAMPS)/docs ## build the site into site/, strictly
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(STAMPS)/docs ## serve the site while writing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

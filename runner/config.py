@@ -28,11 +28,16 @@ class EngineConfig:
         max_model_len: Longest sequence in tokens, prompt and output. None: what the model was made for.
         max_num_batched_tokens: Most tokens computed in a step; longer prompts are computed in chunks.
         max_num_seqs: Most requests that run at once.
+        watermark: Share of the blocks, from 0 to below 1, to leave free when a request is admitted next to others, so
+            that those have room to grow.
+        max_overtakes: How often a request that does not fit yet may be overtaken by later ones that do; 0: never. See
+            :class:`~runner.scheduler.Scheduler`.
         enable_caching: Let requests share the blocks of equal prefixes.
         hash_algorithm: A name in :data:`kvcore.hashing.ALGORITHMS`.
 
     Raises:
-        EngineConfigError: A number below 1, fewer tokens a step than requests, or both sizes of the cache given.
+        EngineConfigError: A number out of its range, fewer tokens a step than requests, or both sizes of the cache
+            given.
     """
 
     dtype: str | None = None
@@ -44,6 +49,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    watermark: float = 0.01
+    max_overtakes: int = 16
     enable_caching: bool = True
     hash_algorithm: str = "xxh3"
 
@@ -54,6 +61,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise EngineConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if isinstance(self.max_overtakes, bool) or not isinstance(self.max_overtakes, int) or self.max_overtakes < 0:
+            raise EngineConfigError(f"max_overtakes must be a whole number of at least 0, got {self.max_overtakes!r}")
+        if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
+            raise EngineConfigError(f"watermark must be a share from 0 to below 1, got {self.watermark!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise EngineConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "

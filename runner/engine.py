@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +26,11 @@ from runner.kv_cache import torch_dtype
 from runner.layers import check_positions, specs_of
 from runner.live_request import LiveRequest
 from runner.loader import find_model
+from runner.logits import Sampled, sample
 from runner.model_runner import ModelRunner
 from runner.outputs import RequestOutput
 from runner.prompts import Prompt, as_list, encode, eos_token_ids
-from runner.sampling import SamplingParams, sample
+from runner.sampling import SamplingParams
 from runner.scheduler import Scheduled, Scheduler
 
 
@@ -88,6 +90,8 @@ class Engine:
             self.manager,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
+            watermark_blocks=int(self.config.watermark * self.kv_cache_config.num_blocks),
+            max_overtakes=self.config.max_overtakes,
         )
         self.eos_token_ids = eos_token_ids(model, tokenizer)
         self.num_computed_tokens = 0
@@ -132,6 +136,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts, as one batch as far as the cache has room.
@@ -139,30 +144,38 @@ class Engine:
         Args:
             prompts: One prompt or several.
             sampling_params: For all of them.
+            priority: Of all of them.
             progress: Show a bar on the standard error.
 
         Returns:
-            One finished output per prompt, in their order.
+            One finished output per prompt, in their order; with ``sampling_params.n`` above 1, that many in a row for
+            each.
 
         Raises:
-            RequestRefusedError: A prompt that can never fit, or is empty; none was started.
+            RequestRefusedError: A prompt that can never fit, or is empty, or stop strings and no tokenizer; none was
+                started.
             RunnerError: Other requests are under way.
         """
-        outputs: dict[int, RequestOutput] = {}
+        outputs: dict[tuple[int, int], RequestOutput] = {}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("Answering", total=None)
-            for output in self.stream(prompts, sampling_params):
+            for output in self.stream(prompts, sampling_params, priority=priority):
                 if output.finished:
-                    outputs[output.index] = output
+                    outputs[output.index, output.choice] = output
                 bar.update(task, completed=len(outputs), total=len(outputs) + len(self._live))
-        return [outputs[index] for index in sorted(outputs)]
+        return [outputs[place] for place in sorted(outputs)]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[RequestOutput]:
         """As :meth:`generate`, but yields an output for each token of each request as soon as it is there.
 
-        ``output.delta`` is the new text and ``output.index`` says whose. Leaving the loop early aborts what is left.
+        ``output.delta`` is the new text; ``output.index`` says to which prompt, ``output.choice`` which of its n
+        answers. Leaving the loop early aborts what is left.
         """
         if self._live:
             raise RunnerError(
@@ -173,12 +186,15 @@ class Engine:
         tokenized = [self.encode(prompt) for prompt in as_list(prompts)]
         for token_ids in tokenized:
             self._check(token_ids, params)
-        return self._stream(tokenized, params)
+        return self._stream(tokenized, params, priority)
 
-    def _stream(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, prompts: list[list[int]], params: SamplingParams, priority: int) -> Iterator[RequestOutput]:
         try:
             for index, token_ids in enumerate(prompts):
-                self.add_request(token_ids, params, index=index)
+                for choice in range(params.n):
+                    seed = None if params.seed is None else params.seed + choice
+                    own = replace(params, n=1, seed=seed)
+                    self.add_request(token_ids, own, priority=priority, index=index, choice=choice)
             while self._live:
                 yield from self.step()
         finally:
@@ -198,24 +214,37 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         index: int = 0,
+        choice: int = 0,
     ) -> str:
         """Queue a request.
 
         Args:
             prompt: One prompt.
-            sampling_params: What it wants.
+            sampling_params: What it wants, with ``n`` 1. Requests for further answers to a prompt find its blocks
+                in the cache.
             request_id: A name no other unfinished request has; None: a new one.
             cache_salt: Only requests with the same salt share cached blocks.
+            priority: Lower is more urgent; see :class:`~runner.scheduler.Scheduler`.
             index: A number of the caller's own, handed back in the outputs.
+            choice: Another one.
 
         Returns:
             The request's id.
 
         Raises:
-            RequestRefusedError: It can never fit, is empty, or its id is taken.
+            RequestRefusedError: It can never fit, is empty, or its id is taken; or stop strings and no tokenizer, or
+                ``n`` above 1, or a priority that is no whole number.
         """
         params = sampling_params or SamplingParams()
+        if params.n > 1:
+            raise RequestRefusedError(
+                f"a request has one answer, and n is {params.n}: add it {params.n} times (they share the prompt's "
+                "blocks), or use generate or stream"
+            )
+        if not isinstance(priority, int):
+            raise RequestRefusedError(f"priority must be a whole number, got {priority!r}")
         token_ids = self.encode(prompt)
         self._check(token_ids, params)
         if request_id is None:
@@ -223,8 +252,10 @@ class Engine:
         elif request_id in self._live:
             raise RequestRefusedError(f"request id {request_id!r} is in use by an unfinished request")
         hasher = self.hasher if self.config.enable_caching else None
-        request = Request(request_id, token_ids, block_hasher=hasher, cache_salt=cache_salt)
-        self._live[request_id] = LiveRequest(request, params, self.tokenizer, index)
+        request = Request(request_id, token_ids, block_hasher=hasher, cache_salt=cache_salt, priority=priority)
+        self._live[request_id] = LiveRequest(
+            request, params, self.tokenizer, self.eos_token_ids, index=index, choice=choice
+        )
         self.scheduler.add(request)
         return request_id
 
@@ -245,7 +276,7 @@ class Engine:
             raise
         outputs = []
         for live, token in sampled:
-            outputs.append(live.append(token, self.eos_token_ids))
+            outputs.append(live.append(token))
             if outputs[-1].finished:
                 self._let_go(live)
         return outputs
@@ -269,12 +300,10 @@ class Engine:
 
     # -- inside a step --------------------------------------------------------------------------------------------
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[tuple[LiveRequest, int]]:
+    def _compute(self, scheduled: list[Scheduled]) -> list[tuple[LiveRequest, Sampled]]:
         """Run a step through the model; the requests that sampled, with their new tokens."""
         for item in scheduled:
-            live = self._live[item.request.request_id]
-            if live.num_cached_tokens is None:
-                live.num_cached_tokens = item.request.num_computed_tokens
+            self._live[item.request.request_id].note_admission(item.request.num_computed_tokens)
         slices = [
             SequenceSlice(
                 item.token_ids,
@@ -284,8 +313,9 @@ class Engine:
             )
             for item in scheduled
         ]
-        tokens = sample(self.model_runner.execute(slices))
         sampling = [self._live[item.request.request_id] for item in scheduled if item.samples]
+        logits = self.model_runner.execute(slices)  # [S, V]
+        tokens = sample(logits, [live.sampler for live in sampling])
         self.scheduler.complete(scheduled)
         self.num_computed_tokens += sum(item.num_new_tokens for item in scheduled)
         return list(zip(sampling, tokens, strict=True))
@@ -303,6 +333,8 @@ class Engine:
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
             raise RequestRefusedError("the prompt is empty: it needs at least one token")
+        if params.stop and self.tokenizer is None:
+            raise RequestRefusedError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         self.scheduler.check_fits(len(token_ids), params.max_tokens)
 
 

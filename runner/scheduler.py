@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
@@ -31,37 +32,84 @@ class Scheduled:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compute."""
+        """The tokens to compute. O(their number)."""
         start = self.request.num_computed_tokens
-        return self.request.all_token_ids[start : start + self.num_new_tokens]
+        return self.request.token_ids[start : start + self.num_new_tokens].tolist()
+
+
+@dataclass
+class _Turn:
+    """When it is a request's turn.
+
+    Args:
+        arrival: Its number among all requests that were added.
+        admission: The number of its latest admission.
+        num_overtakes: How often a later one was admitted while it waited because it did not fit.
+    """
+
+    arrival: int
+    admission: int = 0
+    num_overtakes: int = 0
 
 
 class Scheduler:
     """Holds the requests that wait and those that run.
 
-    A step has room for so many tokens. Requests that decode get theirs first; prefills share the rest in order of
-    admission, in chunks if need be. When blocks run out, the request admitted last is preempted: its blocks are freed,
-    and it waits, ahead of all others, to be computed again (from what the cache still has of it). A request is admitted
-    when all of it fits next to those that run.
+    **Order.** Lower ``request.priority`` goes first; within a priority, earlier arrival. Nobody who runs is preempted
+    for somebody who waits, however urgent.
+
+    **A step** has room for so many tokens. Requests that decode have theirs for certain; prefills share the rest in
+    order, in chunks if need be.
+
+    **Admission.** A request is admitted when all tokens it has so far fit next to those that run and to what these
+    still need for their own prompts, so that no prompt is begun that cannot be computed to its end. Next to others,
+    ``watermark_blocks`` must be left over for them to grow into.
+
+    **Overtaking.** While a request does not fit, later ones of the same priority that do may be admitted before it.
+    Each of them counts as an overtake of every request that it passes. One that was overtaken ``max_overtakes`` times
+    is passed no more: nothing behind it is admitted until it is, which is at the latest when all that run, and those
+    ahead of it, have finished. So a large request delays small ones only then, and is itself delayed by at most
+    ``max_overtakes`` later ones of its priority; more urgent ones always go first. A step looks at as many requests
+    behind the first that does not fit.
+
+    **Preemption.** When blocks run out, the request admitted last among the least urgent is preempted: its blocks are
+    freed, and it waits, at the place that priority and arrival give it, to be computed again (from what the cache still
+    has of it).
 
     Args:
-        manager: The books; made with ``max_in_flight_tokens`` of at least ``max_num_batched_tokens``.
+        manager: The books; made with ``max_in_flight_tokens`` of at least ``max_num_batched_tokens``, and without a
+            watermark of their own.
         max_num_batched_tokens: Most tokens in a step; at least ``max_num_seqs``.
         max_num_seqs: Most requests that run at once.
+        watermark_blocks: Blocks to leave free when a request is admitted next to others.
+        max_overtakes: How often a request may be overtaken; 0: strictly in order.
 
     Attributes:
         waiting: Not admitted yet, or preempted; the next to be admitted in front.
-        running: Admitted, in order of admission.
+        running: Admitted; those of the same priority in order of admission. Who is preempted is taken from the end.
         num_preemptions: How often blocks were taken away.
     """
 
-    def __init__(self, manager: KVCacheManager, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        watermark_blocks: int = 0,
+        max_overtakes: int = 16,
+    ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.waiting: deque[Request] = deque()
+        self.watermark_blocks = watermark_blocks
+        self.max_overtakes = max_overtakes
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._turns: dict[str, _Turn] = {}
+        self._arrivals = count()
+        self._admissions = count()
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request that could not finish even if it had the cache to itself. O(groups).
@@ -93,11 +141,14 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request that :meth:`check_fits` has let pass."""
-        self.waiting.append(request)
+        """Queue a request that :meth:`check_fits` has let pass. O(waiting requests)."""
+        self._turns[request.request_id] = _Turn(next(self._arrivals))
+        self._queue(request)
 
     def remove(self, request: Request) -> None:
-        """Let go of a request, finished or aborted, and of its blocks if it has any. O(requests).
+        """Let go of a request, finished or aborted, and of its blocks if it has any. O(requests + its blocks).
+
+        Between two steps at any time; not between :meth:`schedule` and :meth:`complete`.
 
         Raises:
             ValueError: It is not here.
@@ -107,14 +158,16 @@ class Scheduler:
             self.manager.free(request)
         else:
             self.waiting.remove(request)
+        del self._turns[request.request_id]
 
     def schedule(self) -> list[Scheduled]:
         """Decide on a step and take the blocks it needs. Empty if there is nothing to do.
 
         The caller computes it and then calls :meth:`complete`; nothing else in between.
         """
-        scheduled, room, preempted = self._schedule_running()
-        if not preempted:
+        num_preemptions = self.num_preemptions
+        scheduled, room = self._schedule_running()
+        if num_preemptions == self.num_preemptions:
             scheduled += self._admit(room)
         assert scheduled or not (self.running or self.waiting), (
             "a request that check_fits let pass does not fit an empty cache"
@@ -126,31 +179,30 @@ class Scheduler:
         for item in scheduled:
             item.request.num_computed_tokens += item.num_new_tokens
 
-    def _schedule_running(self) -> tuple[list[Scheduled], int, bool]:
-        """The requests that run; the room that is left; whether one was preempted."""
+    # -- those that run -------------------------------------------------------------------------------------------
+
+    def _schedule_running(self) -> tuple[list[Scheduled], int]:
+        """What the requests that run compute, and the room that is left."""
         decodes = sum(_remaining(request) == 1 for request in self.running)
         room = self.max_num_batched_tokens - decodes  # for prefills
-        scheduled: list[Scheduled] = []
-        preempted = False
-        # In order of admission, so that who is preempted has no place in this step yet: what is scheduled has its full
-        # blocks registered already, and must be computed.
-        index = 0
+        # Nearly always, those that decode come first, and one call serves them all.
+        leading = list(takewhile(lambda request: _remaining(request) == 1, self.running))
+        index = self.manager.grow(leading).num_grown
+        scheduled = [Scheduled(request, 1) for request in leading[:index]]
+        # In this order, so that who is preempted has no place in this step yet: what is scheduled has its full blocks
+        # registered already, and must be computed.
         while index < len(self.running):
             request = self.running[index]
             remaining = _remaining(request)
             num_new_tokens = 1 if remaining == 1 else min(remaining, room)
-            if num_new_tokens and not self._grow(request, num_new_tokens):
+            if num_new_tokens and self.manager.allocate_slots(request, num_new_tokens) is None:
                 self._preempt_last()
-                preempted = True
                 continue
             if num_new_tokens:
                 scheduled.append(Scheduled(request, num_new_tokens))
                 room -= num_new_tokens if remaining > 1 else 0
             index += 1
-        return scheduled, room, preempted
-
-    def _grow(self, request: Request, num_new_tokens: int) -> bool:
-        return self.manager.allocate_slots(request, num_new_tokens) is not None
+        return scheduled, room
 
     def _preempt_last(self) -> None:
         request = self.running.pop()
@@ -158,30 +210,76 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self._queue(request)
+
+    # -- those that wait ------------------------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda other: (other.priority, self._turns[other.request_id].arrival))
 
     def _admit(self, room: int) -> list[Scheduled]:
-        """Requests that wait, first come first served, while there is room."""
-        admitted = []
-        while self.waiting and room > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            # A hit may be on blocks that another request fills in this very step: every layer stores all keys and
-            # values of the step before it reads any.
-            hits, num_hit_tokens = self.manager.get_computed_blocks(request)
-            num_new_tokens = min(request.num_tokens - num_hit_tokens, room)
-            if not self._enter(request, num_new_tokens, num_hit_tokens, hits):
+        """Requests that wait, in order, and past those that do not fit as far as these may be overtaken."""
+        admitted: list[Scheduled] = []
+        index = 0  # of the next to look at: those before it do not fit
+        looks = self.max_overtakes
+        promised = self._blocks_for_prompts(self.running)
+        while index < len(self.waiting) and room > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[index]
+            passed = self.waiting[:index]
+            if passed and (
+                looks == 0
+                or request.priority != passed[-1].priority
+                or any(self._turns[other.request_id].num_overtakes >= self.max_overtakes for other in passed)
+            ):
                 break
-            self.running.append(self.waiting.popleft())
-            request.num_computed_tokens = num_hit_tokens
-            admitted.append(Scheduled(request, num_new_tokens))
-            room -= num_new_tokens
+            looks -= bool(passed)
+            item = self._enter(request, room, promised)
+            if item is None:
+                index += 1
+                continue
+            del self.waiting[index]
+            for other in passed:
+                self._turns[other.request_id].num_overtakes += 1
+            self._turns[request.request_id].admission = next(self._admissions)
+            insort(self.running, request, key=lambda other: (other.priority, self._turns[other.request_id].admission))
+            admitted.append(item)
+            room -= item.num_new_tokens
+            if not item.samples:
+                promised += self._blocks_for_prompts([request])
         return admitted
 
-    def _enter(self, request: Request, num_new_tokens: int, num_hit_tokens: int, hits: KVCacheBlocks) -> bool:
-        new_blocks = self.manager.allocate_slots(
-            request, num_new_tokens, num_hit_tokens, hits, full_sequence_must_fit=True
+    def _enter(self, request: Request, room: int, promised: int) -> Scheduled | None:
+        """Give a request that waits its first blocks, if all of it fits."""
+        # A hit may be on blocks that another request fills in this very step: every layer stores all keys and values of
+        # the step before it reads any.
+        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
+        spare = self.manager.block_pool.get_num_free_blocks() - promised
+        # Alone, it may have everything: check_fits has let it pass on that condition.
+        spare -= self.watermark_blocks if self.running else 0
+        if self._blocks_to_enter(request, hits, num_hit_tokens) > spare:
+            return None
+        num_new_tokens = min(request.num_tokens - num_hit_tokens, room)
+        if (
+            self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits, full_sequence_must_fit=True)
+            is None
+        ):
+            return None
+        request.num_computed_tokens = num_hit_tokens
+        return Scheduled(request, num_new_tokens)
+
+    def _blocks_to_enter(self, request: Request, hits: KVCacheBlocks, num_hit_tokens: int) -> int:
+        """Free blocks that all of a request takes."""
+        return self.manager.coordinator.get_num_blocks_to_admit(
+            request.num_tokens, hits.blocks, num_hit_tokens, cap=True
         )
-        return new_blocks is not None
+
+    def _blocks_for_prompts(self, requests: Iterable[Request]) -> int:
+        """Free blocks that requests which run will still take for the tokens they have now. O(prefills)."""
+        return sum(
+            self.manager.coordinator.get_num_blocks_to_grow(request.request_id, request.num_tokens, cap=True)
+            for request in requests
+            if _remaining(request) > 1
+        )
 
 
 def _remaining(request: Request) -> int:

@@ -22,7 +22,7 @@ NEVER = sys.maxsize
 class Limits(NamedTuple):
     """How far a request can go, in tokens.
 
-    Args:
+    Attributes:
         num_slots: Tokens its table holds.
         register_at: Tokens from which on it has a block to register.
         skip_at: Computed tokens from which on it has a block to give back.

@@ -16,8 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvcore import (
     AllBlocksCleared,
@@ -31,6 +39,7 @@ from kvcore import (
     FullAttentionSpec,
     HitHandoverError,
     KVCacheBlocks,
+    KVCacheError,
     KVCacheManager,
     KVCacheSpec,
     LoRAAdapter,
@@ -186,16 +195,14 @@ class Books:
         leaving = [] if new_request else self._leaving(request_id, total)
         free_then = len(self.free) + sum(self.refs[block_id] == 1 for group in leaving for block_id in group)
         fits = self._blocks_to_take(request_id, hits, num_hit, total, end)[0] + margin <= free_then
-        certain = True
+        must_be_given = fits
         if must_fit and fits:
-            margin -= reserved
             full_end = min(request.num_tokens, self.max_model_len)
             least, most = self._blocks_to_take(request_id, hits, num_hit, total, full_end, cap=True)
-            # Whether blocks that the window is about to leave count is not laid down for this check.
-            fits = least + margin <= free_then
-            certain = not fits or most + margin <= len(self.free)
+            fits = least + margin - reserved <= free_then
+            must_be_given = most + margin - reserved <= free_then
         if answer is None:
-            if fits and certain:
+            if must_be_given:
                 raise AssertionError(f"{request!r} was refused but fits: {self.free} are free, tables {self.tables}")
             if not new_request and list(self.manager.get_block_ids(request_id)) != self.tables[request_id]:
                 self._leave(request_id, leaving)
@@ -346,15 +353,16 @@ class Books:
                 held = [hits[group][i] for i in wanted if i < num_hit // spec.block_size]
             new = len([i for i in wanted if i >= max(len(table), num_hit // spec.block_size)])
             revived = sum(not self.refs[block_id] for block_id in held)
+            needed = new + revived
             if cap:
-                shared = sum(self.refs[block_id] > (1 if table else 0) for block_id in held)
-                room = self.most_held[group] - (len(held) if table else 0)
-                least += max(min(new + revived, room - (0 if table else shared)), revived)
-                slack = not isinstance(spec, FullAttentionSpec)
-                most += max(min(new + revived, room + slack + (shared if table else 0)), revived)
+                # Blocks that nobody else holds come back when the window leaves them.
+                own = sum(self.refs[block_id] == 1 for block_id in held) if table else 0
+                room = self.most_held[group] - own
+                least += max(min(needed, room), 0)
+                most += max(min(needed, room + (not isinstance(spec, FullAttentionSpec))), 0)
             else:
-                least += new + revived
-                most += new + revived
+                least += needed
+                most += needed
         return least, most
 
     def _admit(self, request: Request, hits: Sequence[Sequence[int]], num_hit: int, total: int) -> None:
@@ -898,3 +906,156 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.free(tracked.request)
         self.books.freed(tracked.request)
         del self.running[tracked.request.request_id]
+
+
+counts = st.sampled_from([1, 1, 2, 4, 4, 8, 8, 16, 0, -1, 30, 10**6])
+mostly_zero = st.one_of(st.just(0), st.just(0), st.just(0), st.just(0), counts)
+
+
+class AnythingGoes(RuleBasedStateMachine):
+    """Makes any call with any arguments, in any order: it may be refused, by a KVCacheError that changes nothing."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    @initialize(
+        num_blocks=st.sampled_from([4, 8, 16]),
+        max_model_len=st.sampled_from([1, 7, 16, 20]),
+        watermark=st.sampled_from([0.0, 0.3]),
+        max_in_flight_tokens=st.sampled_from([None, 1, 5]),
+        lengths=st.lists(st.sampled_from([3, 8, 17, 30]), min_size=4, max_size=4),
+        period=st.integers(1, 40),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        watermark: float,
+        max_in_flight_tokens: int | None,
+        lengths: list[int],
+        period: int,
+    ) -> None:
+        specs = specs_of(self.cache.groups)
+        self.manager = make_manager(
+            num_blocks,
+            groups=specs,
+            max_model_len=max_model_len,
+            watermark=watermark,
+            max_in_flight_tokens=max_in_flight_tokens,
+            enable_kv_cache_events=True,
+            **self.cache.options,
+        )
+        hasher = self.cache.hasher(self.manager.coordinator.hash_block_size)
+        hashers = [hasher, hasher, hasher, None]
+        # Two of them have one id.
+        self.requests = [
+            make_request(name, [i % period for i in range(length)], self.manager, block_hasher=hasher)
+            for name, length, hasher in zip("aabc", lengths, hashers, strict=True)
+        ]
+        foreign = make_manager(8, groups=specs).block_pool.blocks[1:2]
+        self.hits: deque[tuple[KVCacheBlocks | None, int]] = deque(maxlen=5)
+        self.hits += [(None, 0), (KVCacheBlocks(tuple(foreign for _ in specs)), specs[0].block_size)]
+
+    @rule(
+        pick=picks,
+        hit=st.one_of(st.none(), picks),
+        num_new=counts,
+        num_hit=st.one_of(st.none(), st.none(), counts),
+        lookahead=mostly_zero,
+        external=mostly_zero,
+        reserved=mostly_zero,
+        delay=rarely,
+        must_fit=rarely,
+    )
+    def allocate(
+        self,
+        pick: int,
+        hit: int | None,
+        num_new: int,
+        num_hit: int | None,
+        lookahead: int,
+        external: int,
+        reserved: int,
+        delay: bool,
+        must_fit: bool,
+    ) -> None:
+        """With its own hits, or with those of another, of long ago, or of another cache."""
+        if hit is None:
+            self.look_up(pick)
+        blocks, num_found = self.hits[-1 if hit is None else hit % len(self.hits)]
+        self._call(
+            self.manager.allocate_slots,
+            self._pick(pick),
+            num_new,
+            num_found if num_hit is None else num_hit,
+            blocks,
+            num_lookahead_tokens=lookahead,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=delay,
+            full_sequence_must_fit=must_fit,
+            reserved_blocks=reserved,
+        )
+
+    @rule(pick=picks)
+    def look_up(self, pick: int) -> None:
+        found = self._call(self.manager.get_computed_blocks, self._pick(pick))
+        if found is not None:
+            self.hits.append(found)
+
+    @rule(pick=picks, num_tokens=st.one_of(st.none(), counts))
+    def set_computed_tokens(self, pick: int, num_tokens: int | None) -> None:
+        request = self._pick(pick)
+        request.num_computed_tokens = request.num_tokens if num_tokens is None else num_tokens
+
+    @rule(pick=picks, new=tails)
+    def append(self, pick: int, new: list[int]) -> None:
+        self._pick(pick).append_output_token_ids(new)
+
+    @rule(some=st.lists(picks, max_size=3), num_new=counts, lookahead=mostly_zero)
+    def grow(self, some: list[int], num_new: int, lookahead: int) -> None:
+        self._call(self.manager.grow, [self._pick(pick) for pick in some], num_new, num_lookahead_tokens=lookahead)
+
+    @rule(pick=picks, num_tokens=counts)
+    def register(self, pick: int, num_tokens: int) -> None:
+        self._call(self.manager.cache_blocks, self._pick(pick), num_tokens)
+
+    @rule(pick=picks)
+    def free(self, pick: int) -> None:
+        self._call(self.manager.free, self._pick(pick))
+
+    @rule(block_ids=st.lists(st.integers(-1, 16), max_size=3))
+    def evict(self, block_ids: list[int]) -> None:
+        self._call(self.manager.evict_blocks, block_ids)
+
+    @rule()
+    def reset(self) -> None:
+        self._call(self.manager.reset_prefix_cache)
+
+    @invariant()
+    def the_books_agree_with_themselves(self) -> None:
+        self.manager.check_invariants()
+
+    def _pick(self, pick: int) -> Request:
+        return self.requests[pick % len(self.requests)]
+
+    def _call(self, call: Callable[..., Any], *args: object, **options: object) -> Any:
+        before = snapshot(self.manager)
+        try:
+            return call(*args, **options)
+        except KVCacheError as error:
+            expect(f"books after {error!r}", snapshot(self.manager), before)
+            return None
+
+
+def run_machine(
+    cache: Cache,
+    *,
+    num_examples: int,
+    num_steps: int,
+    machine: Callable[[Cache], RuleBasedStateMachine] = CacheMachine,
+) -> None:
+    """Tries a cache with that many sequences of operations, each of at most that many."""
+    run_state_machine_as_test(
+        lambda: machine(cache), settings=settings(max_examples=num_examples, stateful_step_count=num_steps)
+    )

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore import BlockHasher, KVCacheManager, Request, StaleHitError
 from kvcore.testing import ShadowMemory, admit, free_block_ids, make_manager, make_request, table
-from tests.kvcore.oracle import Cache, CacheMachine, specs_of
+from tests.kvcore.oracle import Cache, run_machine, specs_of
 
 
 class WeakHasher(BlockHasher):
@@ -54,21 +53,15 @@ CACHES = {
 }
 
 
-def run(cache: Cache, num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: CacheMachine(cache), settings=settings(max_examples=num_examples, stateful_step_count=num_steps)
-    )
-
-
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_colliding_hashes_never_give_a_wrong_hit_in_a_few_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_colliding_hashes_never_give_a_wrong_hit_in_many_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=settings.default.max_examples // 4, num_steps=40)
+    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
 
 
 def test_without_verification_weak_hashes_do_give_wrong_hits_and_shadow_memory_sees_them() -> None:

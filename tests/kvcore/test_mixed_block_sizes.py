@@ -6,11 +6,10 @@ from itertools import chain, combinations
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore import BlockHasher, ConfigError, KVCacheManager
 from kvcore.testing import ShadowMemory, admit, make_manager, make_request, table
-from tests.kvcore.oracle import Books, Cache, CacheMachine, specs_of
+from tests.kvcore.oracle import Books, Cache, run_machine, specs_of
 
 CACHES = {
     "full 8, sliding 4": Cache("full/8 sliding:6/4", (8, 16, 30)),
@@ -30,21 +29,15 @@ CACHES = {
 }
 
 
-def run(cache: Cache, num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: CacheMachine(cache), settings=settings(max_examples=num_examples, stateful_step_count=num_steps)
-    )
-
-
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_groups_with_different_block_sizes_follow_the_rules_for_a_few_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_groups_with_different_block_sizes_follow_the_rules_for_many_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=settings.default.max_examples // 4, num_steps=40)
+    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
 
 
 def cached_once(groups: str, num_tokens: int, num_blocks: int = 40) -> tuple[KVCacheManager, Books, ShadowMemory]:

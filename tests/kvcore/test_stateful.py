@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore import ComputedTokensError, KVCacheBlocks, KVCacheManager, Request
 from kvcore.testing import ShadowMemory, admit, assert_eviction_order, make_manager, make_request, table
-from tests.kvcore.oracle import Cache, CacheMachine
+from tests.kvcore.oracle import AnythingGoes, Cache, run_machine
 
 CACHES = {
     "full": Cache("full"),
@@ -30,21 +29,49 @@ CACHES = {
 }
 
 
-def run(cache: Cache, num_examples: int, num_steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: CacheMachine(cache), settings=settings(max_examples=num_examples, stateful_step_count=num_steps)
-    )
-
-
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_hits_tables_and_eviction_order_follow_the_rules_for_a_few_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_hits_tables_and_eviction_order_follow_the_rules_for_many_random_operations(cache: Cache) -> None:
-    run(cache, num_examples=settings.default.max_examples // 4, num_steps=40)
+    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "groups", ["full", "sliding:6", "chunked:6", "full sliding:6", "sliding:3/2 chunked:12/8 full/4"]
+)
+@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "not cached"])
+def test_no_call_corrupts_the_books_whatever_its_arguments(groups: str, enable_caching: bool) -> None:
+    cache = Cache(groups, options={"enable_caching": enable_caching})
+    run_machine(cache, num_examples=settings.default.max_examples // 4, num_steps=30, machine=AnythingGoes)
+
+
+@pytest.mark.parametrize("groups", [["chunked:6"], ["sliding:1"], ["full", "chunked:6"]])
+def test_a_prompt_beyond_max_model_len_is_hit_only_up_to_it(groups: list[str]) -> None:
+    manager = make_manager(30, groups=groups, max_model_len=20)
+    first, second = (make_request(name, range(26), manager) for name in ("first", "second"))
+    manager.allocate_slots(first, 26)
+    hits, num_hit = manager.get_computed_blocks(second)
+    assert num_hit in (16, 20)
+    assert manager.allocate_slots(second, 2, num_hit, hits) is not None
+    manager.check_invariants()
+
+
+def test_a_batch_with_a_request_that_claims_too_much_grows_nobody() -> None:
+    manager = make_manager(10)
+    first, second = (make_request(name, range(12), manager) for name in ("first", "second"))
+    for request in (first, second):
+        manager.allocate_slots(request, 4)
+    first.num_computed_tokens = 4
+    second.num_computed_tokens = 5
+    with pytest.raises(ComputedTokensError):
+        manager.grow([first, second])
+    assert table(manager, first) == [1]
+    manager.check_invariants()
 
 
 def run_to_the_end(manager: KVCacheManager, request: Request, chunk: int) -> bool:

@@ -103,7 +103,7 @@ def test_a_wrong_eviction_order_is_shown_side_by_side() -> None:
     assert str(error.value).splitlines() == [
         "eviction order differs (next victim first):",
         "     expected  actual",
-        "  0        2       2",
+        "   0        2       2",
         ">  1        4       3",
         ">  2        3       4",
         ">  3        -       1  (cached)",
@@ -162,10 +162,10 @@ def test_shadow_memory_says_which_slot_holds_what_it_should_not() -> None:
     admit(manager, request)
     shadow.write(request, 0, 6)
     shadow.check_reads(request, 4, 6)
-    with pytest.raises(AssertionError, match="position 6 .* in block 2, slot 2: never written"):
+    with pytest.raises(AssertionError, match=r"position 6 .* in block 2, slot 2: never written"):
         shadow.check_reads(request, 6, 8)
     stranger = make_request("request", [9] * 8, manager)
-    with pytest.raises(AssertionError, match="position 0 .* in block 1, slot 0: another prefix"):
+    with pytest.raises(AssertionError, match=r"position 0 .* in block 1, slot 0: another prefix"):
         shadow.check_reads(stranger, 4, 6)
 
 
@@ -178,7 +178,7 @@ def test_shadow_memory_sees_a_rejected_draft_until_it_is_written_over() -> None:
     shadow.check_reads(request, 4, 5, draft_token_ids=[3, 9])
     request.append_output_token_ids([3, 4])
     shadow.check_reads(request, 3, 4)
-    with pytest.raises(AssertionError, match="position 4 .* another prefix"):
+    with pytest.raises(AssertionError, match=r"position 4 .* another prefix"):
         shadow.check_reads(request, 3, 5)
     shadow.write(request, 4, 5)
     shadow.check_reads(request, 3, 5)
@@ -213,7 +213,7 @@ def test_shadow_memory_refuses_hits_of_the_wrong_length_or_with_blocks_nobody_re
     with pytest.raises(AssertionError, match="nothing before position 5 is read"):
         shadow.check_hit(request, blocks, 8)
     all_null = KVCacheBlocks(([manager.block_pool.null_block] * 2,))
-    with pytest.raises(AssertionError, match="position 5 .*: null"):
+    with pytest.raises(AssertionError, match=r"position 5 .*: null"):
         shadow.check_hit(request, all_null, 8)
 
 
