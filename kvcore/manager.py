@@ -119,7 +119,8 @@ class KVCacheManager:
         if not self.enable_caching or not takes_part:
             return self.empty_kv_cache_blocks, 0
         check_hashes(request, self.coordinator.hash_block_size)
-        groups, num_tokens = self.coordinator.find_longest_cache_hit(request, request.num_tokens - 1)
+        longest = min(request.num_tokens - 1, self.max_model_len)
+        groups, num_tokens = self.coordinator.find_longest_cache_hit(request, longest)
         if self.log_stats:
             preempted = getattr(request, "num_preemptions", 0) > 0
             self._stats.record(request.num_tokens, num_tokens, preempted=preempted)
@@ -274,7 +275,8 @@ class KVCacheManager:
         call.
 
         Stops at the first that does not fit; those before it have their slots, those after it are as they were. Only
-        requests that leave their last block, fill it, or move their window past a block cost more than a comparison.
+        requests that leave their last block, fill it, or move their window past a block cost more than a comparison. A
+        bad request anywhere in the batch is found first: then no request was given anything.
         O(requests + new blocks + newly full blocks).
 
         Args:
@@ -286,8 +288,7 @@ class KVCacheManager:
             CountError: A negative count, or no new tokens.
             UnknownRequestError: A request holds no blocks.
             DuplicateRequestError: A request's id is that of another request.
-            ComputedTokensError: A request has more computed tokens than tokens.
-            In each case no request was given anything.
+            ComputedTokensError: A request has more computed tokens than tokens, or than slots.
         """
         check_counts("num_new_tokens num_lookahead_tokens", num_new_tokens, num_lookahead_tokens)
         if not num_new_tokens:
@@ -306,8 +307,10 @@ class KVCacheManager:
                 or holder.request is not request
                 or computed > request.num_tokens
             ):
-                check_same_request(request, self._holder(request.request_id).request)
+                holder = self._holder(request.request_id)
+                check_same_request(request, holder.request)
                 check_computed(request, 0)
+                check_running(request, holder.num_slots, self.empty_kv_cache_blocks, 0)
                 due.append(index)
         new_blocks: dict[int, KVCacheBlocks] = {}
         for index in due:
