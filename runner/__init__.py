@@ -8,6 +8,14 @@
 The capital of France is Paris.
 """
 
+from runner.async_engine import (
+    AsyncEngine,
+    AsyncEngineStats,
+    EngineClosedError,
+    EngineFullError,
+    EngineStepError,
+    OutputStream,
+)
 from runner.config import EngineConfig
 from runner.engine import Engine
 from runner.errors import (
@@ -18,15 +26,21 @@ from runner.errors import (
     SamplingParamsError,
     UnsupportedModelError,
 )
-from runner.outputs import RequestMetrics, RequestOutput
+from runner.outputs import RequestMetrics, RequestOutput, TokenLogprobs
 from runner.prompts import Prompt
 from runner.sampling import SamplingParams
 
 __all__ = [
+    "AsyncEngine",
+    "AsyncEngineStats",
     "Engine",
+    "EngineClosedError",
     "EngineConfig",
     "EngineConfigError",
+    "EngineFullError",
+    "EngineStepError",
     "ModelNotFoundError",
+    "OutputStream",
     "Prompt",
     "RequestMetrics",
     "RequestOutput",
@@ -34,5 +48,6 @@ __all__ = [
     "RunnerError",
     "SamplingParams",
     "SamplingParamsError",
+    "TokenLogprobs",
     "UnsupportedModelError",
 ]

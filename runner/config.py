@@ -30,6 +30,7 @@ class EngineConfig:
         max_num_seqs: Most requests that run at once.
         watermark: Share of the blocks, from 0 to below 1, to leave free when a request is admitted next to others, so
             that those have room to grow.
+        growth_tokens: Tokens that each request that runs must then still have room for, besides. None: a block.
         max_overtakes: How often a request that does not fit yet may be overtaken by later ones that do; 0: never. See
             :class:`~runner.scheduler.Scheduler`.
         enable_caching: Let requests share the blocks of equal prefixes.
@@ -50,6 +51,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     watermark: float = 0.01
+    growth_tokens: int | None = None
     max_overtakes: int = 16
     enable_caching: bool = True
     hash_algorithm: str = "xxh3"
@@ -61,8 +63,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise EngineConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if isinstance(self.max_overtakes, bool) or not isinstance(self.max_overtakes, int) or self.max_overtakes < 0:
-            raise EngineConfigError(f"max_overtakes must be a whole number of at least 0, got {self.max_overtakes!r}")
+        for name in ("growth_tokens", "max_overtakes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise EngineConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
         if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise EngineConfigError(f"watermark must be a share from 0 to below 1, got {self.watermark!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:

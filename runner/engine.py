@@ -91,6 +91,7 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
             watermark_blocks=int(self.config.watermark * self.kv_cache_config.num_blocks),
+            growth_tokens=self.config.block_size if self.config.growth_tokens is None else self.config.growth_tokens,
             max_overtakes=self.config.max_overtakes,
         )
         self.eos_token_ids = eos_token_ids(model, tokenizer)
@@ -333,6 +334,10 @@ class Engine:
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
             raise RequestRefusedError("the prompt is empty: it needs at least one token")
+        vocabulary = self.model_runner.model.get_input_embeddings().num_embeddings
+        if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+            bad = next(token for token in token_ids if not 0 <= token < vocabulary)
+            raise RequestRefusedError(f"token ids of this model go from 0 to {vocabulary - 1:,}, got {bad:,}")
         if params.stop and self.tokenizer is None:
             raise RequestRefusedError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         self.scheduler.check_fits(len(token_ids), params.max_tokens)

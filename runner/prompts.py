@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from runner.errors import RunnerError
@@ -21,18 +22,29 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         prompt: One prompt.
 
     Raises:
-        RunnerError: It is none of these, or needs a tokenizer and there is none.
+        RunnerError: It is none of these, the tokenizer or its chat template does not take it, or there is none.
     """
     if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
         return [token for token in prompt if isinstance(token, int)]
     if tokenizer is None:
         raise RunnerError("this engine has no tokenizer: give prompts as token ids")
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        return _of_text(tokenizer, prompt)
     messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
     if len(messages) < len(prompt):
         raise RunnerError(f"a prompt is text, whole numbers (token ids) or messages (role and content), got {prompt!r}")
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RunnerError(f"the model's chat template does not take this conversation: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def _of_text(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except (TypeError, ValueError) as error:  # a lone surrogate, say, which JSON can carry
+        raise RunnerError(f"the tokenizer does not take this text: {error}") from error
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

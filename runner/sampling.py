@@ -73,7 +73,8 @@ class SamplingParams:
         self._check_number("temperature", 0.0, math.inf, "a number of at least 0")
         self._check_number("top_p", 0.0, 1.0, "a number above 0 and up to 1", lowest_excluded=True)
         self._check_number("min_p", 0.0, 1.0, "a number from 0 to 1")
-        self._check_number("repetition_penalty", 0.0, math.inf, "a number above 0", lowest_excluded=True)
+        # Beyond this, logits overflow.
+        self._check_number("repetition_penalty", 0.01, 100.0, "a number from 0.01 to 100")
         self._check_number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
         self._check_number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
         if not isinstance(self.ignore_eos, bool):

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count, takewhile
 
-from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request
 from runner.errors import RequestRefusedError
@@ -62,8 +61,9 @@ class Scheduler:
     order, in chunks if need be.
 
     **Admission.** A request is admitted when all tokens it has so far fit next to those that run and to what these
-    still need for their own prompts, so that no prompt is begun that cannot be computed to its end. Next to others,
-    ``watermark_blocks`` must be left over for them to grow into.
+    still need for their own prompts, so that no prompt is begun that cannot be computed to its end. Next to others it
+    also has to leave room: for each, itself included, to grow by ``growth_tokens``, and ``watermark_blocks``. Without
+    such room, whoever is admitted last is soon preempted, and computed again.
 
     **Overtaking.** While a request does not fit, later ones of the same priority that do may be admitted before it.
     Each of them counts as an overtake of every request that it passes. One that was overtaken ``max_overtakes`` times
@@ -82,6 +82,7 @@ class Scheduler:
         max_num_batched_tokens: Most tokens in a step; at least ``max_num_seqs``.
         max_num_seqs: Most requests that run at once.
         watermark_blocks: Blocks to leave free when a request is admitted next to others.
+        growth_tokens: Tokens that each must then still have room to grow by.
         max_overtakes: How often a request may be overtaken; 0: strictly in order.
 
     Attributes:
@@ -97,12 +98,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         watermark_blocks: int = 0,
+        growth_tokens: int = 0,
         max_overtakes: int = 16,
     ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.watermark_blocks = watermark_blocks
+        self.growth_tokens = growth_tokens
         self.max_overtakes = max_overtakes
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -179,8 +182,6 @@ class Scheduler:
         for item in scheduled:
             item.request.num_computed_tokens += item.num_new_tokens
 
-    # -- those that run -------------------------------------------------------------------------------------------
-
     def _schedule_running(self) -> tuple[list[Scheduled], int]:
         """What the requests that run compute, and the room that is left."""
         decodes = sum(_remaining(request) == 1 for request in self.running)
@@ -212,25 +213,21 @@ class Scheduler:
         self.num_preemptions += 1
         self._queue(request)
 
-    # -- those that wait ------------------------------------------------------------------------------------------
-
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: (other.priority, self._turns[other.request_id].arrival))
 
     def _admit(self, room: int) -> list[Scheduled]:
         """Requests that wait, in order, and past those that do not fit as far as these may be overtaken."""
         admitted: list[Scheduled] = []
+        if not self.waiting or room <= 0 or len(self.running) >= self.max_num_seqs:
+            return admitted
         index = 0  # of the next to look at: those before it do not fit
         looks = self.max_overtakes
-        promised = self._blocks_for_prompts(self.running)
+        promised = sum(map(self._blocks_to_grow, self.running))
         while index < len(self.waiting) and room > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[index]
             passed = self.waiting[:index]
-            if passed and (
-                looks == 0
-                or request.priority != passed[-1].priority
-                or any(self._turns[other.request_id].num_overtakes >= self.max_overtakes for other in passed)
-            ):
+            if passed and (looks == 0 or not self._may_overtake(request, passed)):
                 break
             looks -= bool(passed)
             item = self._enter(request, room, promised)
@@ -244,42 +241,43 @@ class Scheduler:
             insort(self.running, request, key=lambda other: (other.priority, self._turns[other.request_id].admission))
             admitted.append(item)
             room -= item.num_new_tokens
-            if not item.samples:
-                promised += self._blocks_for_prompts([request])
+            promised += self._blocks_to_grow(request)
         return admitted
+
+    def _may_overtake(self, request: Request, passed: Iterable[Request]) -> bool:
+        return all(
+            other.priority == request.priority and self._turns[other.request_id].num_overtakes < self.max_overtakes
+            for other in passed
+        )
 
     def _enter(self, request: Request, room: int, promised: int) -> Scheduled | None:
         """Give a request that waits its first blocks, if all of it fits."""
         # A hit may be on blocks that another request fills in this very step: every layer stores all keys and values of
         # the step before it reads any.
         hits, num_hit_tokens = self.manager.get_computed_blocks(request)
-        spare = self.manager.block_pool.get_num_free_blocks() - promised
         # Alone, it may have everything: check_fits has let it pass on that condition.
-        spare -= self.watermark_blocks if self.running else 0
-        if self._blocks_to_enter(request, hits, num_hit_tokens) > spare:
+        length = self._grown(request) if self.running else request.num_tokens
+        spare = self.manager.block_pool.get_num_free_blocks() - (
+            self.watermark_blocks + promised if self.running else 0
+        )
+        coordinator = self.manager.coordinator
+        if coordinator.get_num_blocks_to_admit(length, hits.blocks, num_hit_tokens, cap=True) > spare:
             return None
         num_new_tokens = min(request.num_tokens - num_hit_tokens, room)
-        if (
-            self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits, full_sequence_must_fit=True)
-            is None
-        ):
+        new_blocks = self.manager.allocate_slots(
+            request, num_new_tokens, num_hit_tokens, hits, full_sequence_must_fit=True
+        )
+        if new_blocks is None:
             return None
         request.num_computed_tokens = num_hit_tokens
         return Scheduled(request, num_new_tokens)
 
-    def _blocks_to_enter(self, request: Request, hits: KVCacheBlocks, num_hit_tokens: int) -> int:
-        """Free blocks that all of a request takes."""
-        return self.manager.coordinator.get_num_blocks_to_admit(
-            request.num_tokens, hits.blocks, num_hit_tokens, cap=True
-        )
+    def _blocks_to_grow(self, request: Request) -> int:
+        """Free blocks that a request which runs will take for the tokens it has, and for its growth. O(groups)."""
+        return self.manager.coordinator.get_num_blocks_to_grow(request.request_id, self._grown(request), cap=True)
 
-    def _blocks_for_prompts(self, requests: Iterable[Request]) -> int:
-        """Free blocks that requests which run will still take for the tokens they have now. O(prefills)."""
-        return sum(
-            self.manager.coordinator.get_num_blocks_to_grow(request.request_id, request.num_tokens, cap=True)
-            for request in requests
-            if _remaining(request) > 1
-        )
+    def _grown(self, request: Request) -> int:
+        return min(request.num_tokens + self.growth_tokens, self.manager.max_model_len)
 
 
 def _remaining(request: Request) -> int:

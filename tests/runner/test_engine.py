@@ -103,6 +103,112 @@ def test_the_models_own_end_of_sequence_ends_the_output_unless_ignored(model: Pr
     assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
 
 
+def test_stop_strings_end_the_text_before_them_and_no_delta_goes_too_far(engine: Engine) -> None:
+    (free,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=40))
+    # Two characters from the middle; they may come sooner, too.
+    stop = next(free.text[i : i + 2] for i in range(8, 30) if "\ufffd" not in free.text[i : i + 2])
+    expected = free.text[: free.text.index(stop)]
+    params = SamplingParams(max_tokens=40, stop=["never there", stop])
+    text = ""
+    for output in engine.stream(TEXTS[0], params):
+        text += output.delta
+        assert output.text == text
+        assert expected.startswith(text)
+    assert text == expected
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.token_ids == free.token_ids[: len(output.token_ids)]
+    assert stop in engine.tokenizer.decode(output.token_ids)
+    later = SamplingParams(max_tokens=40, stop=stop, min_tokens=len(output.token_ids) + 1)
+    (late,) = engine.generate(TEXTS[0], later)
+    assert late.text.startswith(expected + stop)
+
+
+def test_an_end_of_sequence_comes_no_sooner_than_after_the_fewest_tokens(model: PreTrainedModel) -> None:
+    model = copy.deepcopy(model)
+    (free,) = Engine(model, config=EngineConfig(num_blocks=50)).generate([[1, 2, 3]], SamplingParams(max_tokens=12))
+    model.generation_config.eos_token_id = free.token_ids[0]
+    engine = Engine(model, config=EngineConfig(num_blocks=50))
+    (soon,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12))
+    assert (soon.token_ids, soon.stop_reason) == (free.token_ids[:1], free.token_ids[0])
+    (late,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, min_tokens=5))
+    assert len(late.token_ids) >= 6 or late.finish_reason == "length"
+    assert free.token_ids[0] not in late.token_ids[:5]
+
+
+def test_a_seed_gives_the_same_answer_alone_in_any_batch_in_chunks_and_when_preempted(model: PreTrainedModel) -> None:
+    prompts = [list(range(first, first + length)) for first, length in ((0, 20), (50, 33), (90, 41), (120, 7))]
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=11, presence_penalty=0.5)
+    large = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=100))
+    alone = [large.generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+    assert [output.token_ids for output in large.generate(prompts, params)] == alone
+    small = Engine(
+        copy.deepcopy(model),
+        config=EngineConfig(num_blocks=27, block_size=4, max_num_batched_tokens=16, max_num_seqs=8, growth_tokens=0),
+    )
+    assert [output.token_ids for output in small.generate(prompts, params)] == alone
+    assert small.scheduler.num_preemptions > 0
+    # Beside others that draw without a seed.
+    small.add_request(prompts[1], SamplingParams(max_tokens=24, temperature=1.0), request_id="other")
+    small.add_request(prompts[0], params, request_id="this")
+    found = {}
+    while small.has_unfinished_requests:
+        found.update({output.request_id: output.token_ids for output in small.step() if output.finished})
+    assert found["this"] == alone[0]
+
+
+def test_several_answers_to_a_prompt_share_its_blocks_and_come_in_order(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=4, n=3)
+    outputs = engine.generate(["x" * 100, "y" * 70], params)
+    assert [(output.index, output.choice) for output in outputs] == [(i, j) for i in range(2) for j in range(3)]
+    assert len({tuple(output.token_ids) for output in outputs}) == 6
+    assert [output.num_cached_tokens for output in outputs] == [0, 96, 96, 0, 64, 64]
+    for choice in range(3):
+        (alone,) = engine.generate("x" * 100, SamplingParams(max_tokens=10, temperature=1.0, seed=4 + choice))
+        assert alone.token_ids == outputs[choice].token_ids
+
+
+def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
+    (output,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=8, logprobs=2))
+    assert output.logprobs is not None
+    plain = copy.deepcopy(engine.model_runner.model)
+    plain.set_attn_implementation("eager")
+    tokens = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+    with torch.inference_mode():
+        expected = plain(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert len(output.logprobs) == len(output.token_ids)
+    for found, token, row in zip(output.logprobs, output.token_ids, expected, strict=True):
+        assert (found.token_id, found.rank, len(found.likeliest)) == (token, 1, 2)
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert list(found.likeliest.values()) == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+    (without,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=8))
+    assert without.logprobs is None
+
+
+def test_the_most_urgent_request_runs_first(model: PreTrainedModel) -> None:
+    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=50, max_num_seqs=1))
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 0)):
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=3), request_id=name, priority=priority)
+    finished = []
+    while engine.has_unfinished_requests:
+        finished += [output for output in engine.step() if output.finished]
+    assert [output.request_id for output in finished] == ["c", "a", "d", "b"]
+    waited = [output.metrics.time_waited for output in finished]
+    assert None not in waited
+    assert all(output.metrics.time_waited < output.metrics.time_to_first_token for output in finished)
+
+
+def test_what_a_request_cannot_have_is_refused(model: PreTrainedModel) -> None:
+    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=50))
+    with pytest.raises(RequestRefusedError, match="stop strings need a tokenizer"):
+        engine.generate([[1, 2]], SamplingParams(stop="."))
+    with pytest.raises(RequestRefusedError, match="a request has one answer, and n is 2: add it 2 times"):
+        engine.add_request([1, 2], SamplingParams(n=2))
+    with pytest.raises(RequestRefusedError, match="priority must be a whole number, got 'high'"):
+        engine.add_request([1, 2], priority="high")  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests
+
+
 def test_an_aborted_request_gives_its_blocks_back_and_leaves_the_others_alone(engine: Engine) -> None:
     params = SamplingParams(max_tokens=10)
     expected = [output.token_ids for output in engine.generate(TEXTS, params)]
@@ -238,6 +344,9 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
     [
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
         ({"max_num_seqs": 3000}, "max_num_batched_tokens=2048 is less than max_num_seqs=3000"),
+        ({"max_overtakes": -1}, "max_overtakes must be a whole number of at least 0, got -1"),
+        ({"growth_tokens": 1.5}, "growth_tokens must be a whole number of at least 0, got 1.5"),
+        ({"watermark": 1}, "watermark must be a share from 0 to below 1, got 1"),
         ({"num_blocks": 10, "kv_cache_memory": 10**9}, "either kv_cache_memory or num_blocks"),
         ({"max_model_len": 1025, "num_blocks": 10}, "max_model_len=1,025 is more than the 1,024 tokens"),
         ({"attention_backend": "magic", "num_blocks": 10}, "attention_backend must be one of torch"),
@@ -248,3 +357,12 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(EngineConfigError, match=message):
         Engine(copy.deepcopy(model), config=EngineConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_and_the_others_go_on(engine: Engine) -> None:
+    vocabulary = engine.model_runner.model.get_input_embeddings().num_embeddings
+    with pytest.raises(RequestRefusedError, match=f"from 0 to {vocabulary - 1:,}, got {vocabulary:,}"):
+        engine.generate([[1, 2, 3], [1, vocabulary]])
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.token_ids) == 2
+    assert engine.manager.usage == 0

@@ -1,0 +1,197 @@
+"""The commands of ``python -m runner``, on a small random model saved to a folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner import cli
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.small_models import small_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--kv-cache-memory", "4MiB", "--max-tokens", "6"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = small_model("llama", seed=3, vocab_size=300)
+    # Only printable ASCII comes out: answers stay on their lines.
+    model.get_output_embeddings().weight.data[94:] = 0
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call main; the exit status, stdout and stderr."""
+
+    def call(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            status = cli.main(argv)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def test_generate_continues_prompts_from_arguments_and_from_stdin_alike(run: Run, folder: str) -> None:
+    status, out, err = run("generate", "--model", folder, *SMALL, "first", "second")
+    assert status == 0
+    first, second = re.fullmatch(r"> first\n(.*)\n\n> second\n(.*)\n", out).groups()  # type: ignore[union-attr]
+    assert len(first) == len(second) == 6
+    assert "11 prompt tokens, 0 of them cached; 12 generated" in err
+    assert run("generate", "--model", folder, *SMALL, stdin="first\n\nsecond\n")[1] == out
+    assert run("generate", "--model", folder, *SMALL, "first")[1] == f"{first}\n"
+
+
+def test_generate_prints_one_json_object_a_line(run: Run, folder: str) -> None:
+    status, out, _ = run("generate", "--model", folder, *SMALL, "--json", "--chat", "Hi", "Hi")
+    assert status == 0
+    first, second = map(json.loads, out.splitlines())
+    assert (first.pop("num_cached_tokens"), second.pop("num_cached_tokens")) == (0, 16)
+    assert first == second
+    assert first["num_prompt_tokens"] == len("<user>Hi<assistant>")
+    assert (first["num_generated_tokens"], first["finish_reason"], len(first["text"])) == (6, "length", 6)
+
+
+def test_chat_keeps_the_conversation_and_says_what_was_cached(run: Run, folder: str) -> None:
+    lines = "What is a cache, and what is a block?\n\nWhy?\n/clear\nWhat is a cache, and what is a block?\n"
+    status, out, err = run("chat", "--model", folder, *SMALL, "--system", "Be brief.", stdin=lines)
+    assert status == 0
+    answers = out.splitlines()
+    assert len(answers) == 3
+    assert answers[0] == answers[2]  # /clear has forgotten what was between
+    counts = re.findall(r"\[(\d+) prompt tokens, (\d+) of them cached; 6 generated, ended by length\]", err)
+    first, second, again = [(int(prompt), int(cached)) for prompt, cached in counts]
+    prompt = len("<system>Be brief.<user>What is a cache, and what is a block?<assistant>")
+    assert first == (prompt, 0)
+    assert second == (prompt + 6 + len("<user>Why?<assistant>"), (prompt + 5) // 16 * 16)
+    assert again == (prompt, (prompt - 1) // 16 * 16)
+
+
+def test_chat_says_when_the_conversation_has_become_too_long(run: Run, folder: str) -> None:
+    status, out, err = run("chat", "--model", folder, *SMALL, "--max-model-len", "64", stdin="Hello\n" * 9)
+    assert status == 2
+    assert 1 <= len(out.splitlines()) < 9
+    assert "the conversation has become too long" in err
+    assert "max_model_len = 64" in err
+
+
+def test_an_interrupted_answer_stays_in_the_conversation_as_far_as_it_came(
+    run: Run, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = cli.Engine.stream
+    prompts = []
+
+    def interrupted(engine: cli.Engine, prompt: list[dict[str, str]], params: cli.SamplingParams):  # type: ignore[no-untyped-def]
+        prompts.append([message["content"] for message in prompt])
+        for output in stream(engine, prompt, params):
+            yield output
+            if len(prompts) == 1 and len(output.token_ids) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Engine, "stream", interrupted)
+    status, out, err = run("chat", "--model", folder, *SMALL, stdin="One\nTwo\n")
+    assert status == 0
+    assert "[interrupted]" in err
+    assert prompts == [["One"], ["One", out.splitlines()[0], "Two"]]
+    assert len(prompts[1][1]) == 3
+
+
+def test_bench_prints_what_was_cached_cold_and_warm(run: Run, folder: str) -> None:
+    arguments = ["--requests", "4", "--prefix-tokens", "64", "--suffix-tokens", "8", *SMALL]
+    status, out, _ = run("bench", "--model", folder, *arguments)
+    assert status == 0
+    assert "4 requests that share 64 tokens" in out
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in out.splitlines()
+        if "warm" in line or "cold" in line
+    ]
+    assert [row[:4] for row in rows] == [["cold", "288", "192", "24"], ["warm", "288", "256", "24"]]
+    for row in rows:
+        assert float(row[-1]) > 0
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere", "a"], "no model at '/nowhere'"),
+        (["--kv-cache-memory", "lots", "a"], "expected bytes, or a number with a unit (8GiB, 500MB), got 'lots'"),
+        (["--kv-cache-memory", "0", "a"], "got '0'"),
+        (["--block-size", "none", "a"], "expected a whole number of at least 1, got 'none'"),
+        (["--attention-backend", "magic", "a"], "invalid choice: 'magic'"),
+        (["--dtype", "float3", "a"], "invalid choice: 'float3'"),
+        (["--model", "FOLDER", "--device", "abacus", "a"], "the model cannot be loaded"),
+        (["--model", "FOLDER", "--kv-cache-memory", "1KiB", "a"], "give it at least"),
+        (["--model", "FOLDER", "--max-model-len", "9000", "a"], "max_model_len=9,000 is more than the 1,024"),
+        (["--model", "FOLDER", "--max-tokens", "9000", "a"], "1 prompt tokens + 9,000 tokens of output"),
+        (["--model", "FOLDER"], "no prompt: stdin is empty"),
+    ],
+)
+def test_mistakes_are_named_on_stderr_with_status_2(run: Run, folder: str, arguments: list[str], message: str) -> None:
+    status, out, err = run("generate", *(argument.replace("FOLDER", folder) for argument in arguments))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_without_weights_with_half_of_them_or_without_a_chat_template_is_named(
+    run: Run, folder: str, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    status, _, err = run("generate", "--model", str(tmp_path), "a")
+    assert status == 2
+    assert "runner generate: error: the model cannot be loaded" in err
+    weights = (Path(folder) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    status, _, err = run("generate", "--model", str(tmp_path), "a")
+    assert status == 2
+    assert "runner generate: error: the model cannot be loaded" in err
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    status, _, err = run("chat", "--model", str(tmp_path), stdin="Hello\n")
+    assert status == 2
+    assert "no chat template" in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_help_names_the_options(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    for option in ("--model", "--kv-cache-memory", "--block-size", "--attention-backend", "--dtype", "--max-model-len",
+                   "--max-tokens"):  # fmt: skip
+        assert option in out
+
+
+def test_memory_is_given_in_units_or_bytes() -> None:
+    sizes = {"4096": 4096, "8GiB": 8 << 30, "1.5 gib": 3 << 29, "500MB": 500_000_000, "2kB": 2000}
+    assert {text: cli.number_of_bytes(text) for text in sizes} == sizes
+
+
+def test_the_module_runs_and_leaves_quietly_when_nobody_reads(folder: str) -> None:
+    command = [sys.executable, "-m", "runner", "generate", "--model", folder, *SMALL, "first"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert result.returncode == 141
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
