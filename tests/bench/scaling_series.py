@@ -29,7 +29,6 @@ from tests.bench.workloads import (
     allocate,
     random_tokens,
     start_decoding,
-    timed,
 )
 
 Point = dict[str, float]
@@ -61,10 +60,21 @@ class Measurement:
     clock: Callable[[], float]
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        return timed(call, self.clock)[0]
+        # No collection first, unlike the workloads: with a large pool it would empty the processor's caches each time.
+        start = self.clock()
+        call()
+        return self.clock() - start
 
     def medians(self, one_repetition: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
-        rows = [one_repetition(repetition) for repetition in range(self.repetitions)]
+        """Of each operation, over repetitions without collections in them."""
+        rows = []
+        for repetition in range(self.repetitions):
+            gc.collect()
+            gc.disable()
+            try:
+                rows.append(one_repetition(repetition))
+            finally:
+                gc.enable()
         return {operation: median([row[operation] for row in rows]) for operation in rows[0]}
 
 
@@ -85,6 +95,8 @@ def by_pool_size(measurement: Measurement, sizes: Collection[int]) -> Iterator[P
     """A prompt of :data:`PROMPT_IN_POOL` tokens in a pool in which every block holds another cached prefix."""
     for size in sizes:
         manager = _aged_manager(measurement.adapter, size)
+        gc.collect()
+        gc.freeze()  # the collections between repetitions are then none of the pool's size
 
         def one_repetition(repetition: int, manager: Manager = manager) -> dict[str, float]:
             tokens = random_tokens(random.Random(repetition), PROMPT_IN_POOL)
@@ -92,6 +104,7 @@ def by_pool_size(measurement: Measurement, sizes: Collection[int]) -> Iterator[P
             return _cold_and_warm(measurement, prompt, name=str(repetition))
 
         yield {"at": size, **measurement.medians(one_repetition)}
+        gc.unfreeze()
 
 
 def start_up(measurement: Measurement, sizes: Collection[int]) -> Iterator[Point]:
@@ -99,12 +112,8 @@ def start_up(measurement: Measurement, sizes: Collection[int]) -> Iterator[Point
     for size in sizes:
 
         def one_repetition(_: int, size: int = size) -> dict[str, float]:
-            gc.collect()
-            start = measurement.clock()
-            manager = measurement.adapter.make_manager(FULL, size)
-            seconds = measurement.clock() - start
-            del manager
-            return {"start_up": seconds}
+            gc.enable()  # as at the start of a program
+            return {"start_up": measurement.seconds(lambda: measurement.adapter.make_manager(FULL, size))}
 
         yield {"at": size, **measurement.medians(one_repetition), "bytes_per_block": _memory(measurement, size) / size}
 
@@ -192,9 +201,8 @@ def _cold_and_warm(measurement: Measurement, prompt: Prompt, name: str = "") -> 
     first, second = prompt.make_request(f"{name}first"), prompt.make_request(f"{name}second")
     seconds = {"cold_admit": measurement.seconds(lambda: admit(adapter, manager, first))}
     seconds["free"] = measurement.seconds(lambda: manager.free(first))
-    seconds["warm_lookup"], (blocks, num_hit_tokens) = timed(
-        lambda: adapter.look_up(manager, second), measurement.clock
-    )
+    seconds["warm_lookup"] = measurement.seconds(lambda: adapter.look_up(manager, second))
+    blocks, num_hit_tokens = adapter.look_up(manager, second)
     seconds["warm_alloc"] = measurement.seconds(lambda: allocate(manager, second, num_hit_tokens, blocks))
     manager.free(second)
     return seconds

@@ -1049,13 +1049,14 @@ class AnythingGoes(RuleBasedStateMachine):
 
 
 def run_machine(
-    cache: Cache,
-    *,
-    num_examples: int,
-    num_steps: int,
-    machine: Callable[[Cache], RuleBasedStateMachine] = CacheMachine,
+    cache: Cache, *, thorough: bool, machine: Callable[[Cache], RuleBasedStateMachine] = CacheMachine
 ) -> None:
-    """Tries a cache with that many sequences of operations, each of at most that many."""
+    """Tries a cache with random sequences of operations: few short ones, or an eighth of the profile's examples."""
+    num_examples = settings().max_examples
     run_state_machine_as_test(
-        lambda: machine(cache), settings=settings(max_examples=num_examples, stateful_step_count=num_steps)
+        lambda: machine(cache),  # type: ignore[arg-type]  # any factory will do
+        settings=settings(
+            max_examples=num_examples // 8 if thorough else max(4, num_examples // 50),
+            stateful_step_count=40 if thorough else 20,
+        ),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from hypothesis import settings
 
 from kvcore import BlockHasher, KVCacheManager, Request, StaleHitError
 from kvcore.testing import ShadowMemory, admit, free_block_ids, make_manager, make_request, table
@@ -55,13 +54,13 @@ CACHES = {
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_colliding_hashes_never_give_a_wrong_hit_in_a_few_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, thorough=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_colliding_hashes_never_give_a_wrong_hit_in_many_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
+    run_machine(cache, thorough=True)
 
 
 def test_without_verification_weak_hashes_do_give_wrong_hits_and_shadow_memory_sees_them() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import settings
 
 from kvcore import BlockHasher, ConfigError, KVCacheManager
 from kvcore.testing import ShadowMemory, admit, make_manager, make_request, table
@@ -31,13 +30,13 @@ CACHES = {
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_groups_with_different_block_sizes_follow_the_rules_for_a_few_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, thorough=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_groups_with_different_block_sizes_follow_the_rules_for_many_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
+    run_machine(cache, thorough=True)
 
 
 def cached_once(groups: str, num_tokens: int, num_blocks: int = 40) -> tuple[KVCacheManager, Books, ShadowMemory]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 
 from kvcore import ComputedTokensError, KVCacheBlocks, KVCacheManager, Request
 from kvcore.testing import ShadowMemory, admit, assert_eviction_order, make_manager, make_request, table
@@ -31,13 +30,13 @@ CACHES = {
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_hits_tables_and_eviction_order_follow_the_rules_for_a_few_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=max(4, settings.default.max_examples // 50), num_steps=20)
+    run_machine(cache, thorough=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_hits_tables_and_eviction_order_follow_the_rules_for_many_random_operations(cache: Cache) -> None:
-    run_machine(cache, num_examples=settings.default.max_examples // 8, num_steps=40)
+    run_machine(cache, thorough=True)
 
 
 @pytest.mark.slow
@@ -47,7 +46,7 @@ def test_hits_tables_and_eviction_order_follow_the_rules_for_many_random_operati
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "not cached"])
 def test_no_call_corrupts_the_books_whatever_its_arguments(groups: str, enable_caching: bool) -> None:
     cache = Cache(groups, options={"enable_caching": enable_caching})
-    run_machine(cache, num_examples=settings.default.max_examples // 4, num_steps=30, machine=AnythingGoes)
+    run_machine(cache, thorough=True, machine=AnythingGoes)
 
 
 @pytest.mark.parametrize("groups", [["chunked:6"], ["sliding:1"], ["full", "chunked:6"]])

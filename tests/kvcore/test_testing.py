@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import EllipsisType
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_admitting_what_does_not_fit_fails_with_the_request_and_the_pool_named()
 
 
 def test_the_example_in_the_module_holds() -> None:
-    code = kvcore.testing.__doc__.split("::\n", 1)[1].split("\n:class:", 1)[0]  # type: ignore[union-attr]
+    code = kvcore.testing.__doc__.split("::\n", 1)[1].split("\n:class:", 1)[0]
     lines = [line.removeprefix("    ") for line in code.splitlines()]
     assert "assert_eviction_order" in code
     exec("\n".join(["from kvcore.testing import *", *lines]), {})
@@ -88,7 +89,8 @@ def test_the_eviction_order_is_compared_in_whole_or_up_to_an_ellipsis() -> None:
     assert_eviction_order(manager, [2, 3, 4, 5])
     assert_eviction_order(manager, [2, 3, ...])
     assert_eviction_order(manager, [...])
-    for wrong in ([2, 3, 4], [2, 3, 4, 5, 6], [3, ...], [2, 3, 4, 5, 6, ...], []):
+    wrong_orders: list[list[int | EllipsisType]] = [[2, 3, 4], [2, 3, 4, 5, 6], [3, ...], [2, 3, 4, 5, 6, ...], []]
+    for wrong in wrong_orders:
         with pytest.raises(AssertionError, match="eviction order differs"):
             assert_eviction_order(manager, wrong)
 
