@@ -1,15 +1,13 @@
 """Block hashes: ``h_i = H(h_{i-1}, tokens_i, extra_i)``, so that a hash names the whole prefix (rule 5).
 
-==============  ==========================================================  ===========  ====================
-algorithm       H(parent, tokens, extra)                                    digest       trusted alone
-==============  ==========================================================  ===========  ====================
-``xxh3``        XXH3-128 of parent + tokens + extra, packed                 16 bytes     no: hits are verified
-``sha256_raw``  SHA-256 of parent + tokens + extra, packed                  32 bytes     yes
-``sha256``      SHA-256 of the pickled tuple, as in vLLM                    32 bytes     yes
-``sha256_cbor`` SHA-256 of the tuple in canonical CBOR, as in vLLM          32 bytes     yes
-``xxhash``      XXH3-128 of the pickled tuple, as in vLLM                   16 bytes     no: hits are verified
-``xxhash_cbor`` XXH3-128 of the tuple in canonical CBOR, as in vLLM         16 bytes     no: hits are verified
-==============  ==========================================================  ===========  ====================
+| algorithm | H(parent, tokens, extra) | bytes | a hit is |
+|---|---|---|---|
+| ``xxh3`` | XXH3-128 of parent + tokens + extra, packed | 16 | verified |
+| ``sha256_raw`` | SHA-256 of parent + tokens + extra, packed | 32 | trusted |
+| ``sha256`` | SHA-256 of the pickled tuple, as in vLLM | 32 | trusted |
+| ``sha256_cbor`` | SHA-256 of the tuple in canonical CBOR, as in vLLM | 32 | trusted |
+| ``xxhash`` | XXH3-128 of the pickled tuple, as in vLLM | 16 | verified |
+| ``xxhash_cbor`` | XXH3-128 of the tuple in canonical CBOR, as in vLLM | 16 | verified |
 
 Packed: each token as an unsigned 32-bit integer, little-endian; then, for a block that has any, its extra keys in
     canonical
