@@ -10,8 +10,7 @@
 | ``xxhash_cbor`` | XXH3-128 of the tuple in canonical CBOR, as in vLLM | 16 | verified |
 
 Packed: each token as an unsigned 32-bit integer, little-endian; then, for a block that has any, its extra keys in
-    canonical
-CBOR. Parent and tokens have a fixed length, so that no two inputs share an encoding.
+canonical CBOR. Parent and tokens have a fixed length, so that no two inputs share an encoding.
 """
 
 from __future__ import annotations
