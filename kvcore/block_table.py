@@ -163,7 +163,7 @@ class BlockTables:
 
         Raises:
             DuplicateRequestError: It has one already.
-            CountError: No row is free.
+            CountError: No row is free, or its blocks are more than a row holds; it has no row then.
         """
         if request_id in self._rows:
             raise DuplicateRequestError(f"request {request_id!r} has a row already: remove it first")
@@ -172,7 +172,11 @@ class BlockTables:
         self._rows[request_id] = row = self._free_rows.pop()
         for table in self.tables:
             table.clear(row)
-        self.append(request_id, blocks)
+        try:
+            self.append(request_id, blocks)
+        except CountError:
+            self.remove(request_id)
+            raise
         return row
 
     def append(self, request_id: str, new_blocks: KVCacheBlocks) -> None:

@@ -170,8 +170,9 @@ class KVCacheManager:
             reserved_blocks: Leave that many blocks free.
 
         Returns:
-            The new blocks for each group, without the hits; None if it does not fit now. Then nothing was handed out,
-            shared or registered; only blocks that a window has left may have been freed.
+            The new blocks for each group, without the hits and the blocks of external tokens (:meth:`get_blocks` has
+            all); None if it does not fit now. Then nothing was handed out, shared or registered; only blocks that a
+            window has left may have been freed.
 
         Raises:
             CountError: A negative count, or nothing to do.
@@ -326,6 +327,8 @@ class KVCacheManager:
 
         They go back with the tail in front, so that it is overwritten before the head (rule 4). Cached blocks stay
         hittable until then. To preempt, also set ``num_computed_tokens`` to 0 before admitting the request again.
+        If the step that was to compute the request's last tokens did not run, :meth:`evict_blocks` the full blocks
+        among them first: they were registered when they were allocated.
 
         Raises:
             UnknownRequestError: The request holds nothing: never admitted, or freed already.

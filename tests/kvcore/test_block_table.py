@@ -13,6 +13,7 @@ from kvcore import (
     CountError,
     DuplicateRequestError,
     FullAttentionSpec,
+    KVCacheBlock,
     KVCacheBlocks,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -142,3 +143,11 @@ class TestBlockTables:
                 assert [mine for mine, block_id in zip(ours, block_ids, strict=True) if block_id] == [
                     block_id for block_id in block_ids if block_id
                 ]
+
+    def test_a_request_with_too_many_blocks_gets_no_row(self) -> None:
+        tables = BlockTables(CONFIG, max_num_reqs=1, max_model_len=8)
+        with pytest.raises(CountError, match="max_num_blocks is 2"):
+            tables.add("a", KVCacheBlocks(([KVCacheBlock(i) for i in (1, 2, 3)], ())))
+        assert len(tables) == 0
+        assert tables.add("b", KVCacheBlocks(([KVCacheBlock(1)], ()))) == 0
+        assert tables.tables[0].num_blocks.tolist() == [1]

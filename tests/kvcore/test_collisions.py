@@ -295,6 +295,22 @@ def test_one_block_is_not_hit_at_two_positions_that_have_its_hash() -> None:
     assert num_hit == 0
 
 
+def test_a_block_is_not_registered_beside_a_later_one_of_the_same_prefix_that_has_its_hash() -> None:
+    manager = make_manager(20)
+    hasher = ConstantHasher(4)
+    first, second = (make_request(name, range(12), manager, block_hasher=hasher) for name in ("first", "second"))
+    for computed in (0, 4, 8):
+        manager.evict_blocks(range(20))
+        first.num_computed_tokens = computed
+        manager.allocate_slots(first, 4)
+    last_block = table(manager, first)[2]
+    manager.allocate_slots(second, 12)
+    # Of the second request's blocks only the last one holds what the hash stands for.
+    registered = [block.block_id for block in manager.block_pool.blocks if block.block_hash]
+    assert registered == [last_block, table(manager, second)[2]]
+    assert manager.get_computed_blocks(make_request("third", range(12), manager, block_hasher=hasher))[1] == 0
+
+
 @pytest.mark.parametrize("hasher", [BlockHasher(1), WeakHasher(1, bits=8)], ids=["strong", "weak"])
 @pytest.mark.parametrize("chunk", [1, 50, 128, 129, 400])
 def test_long_prefixes_are_told_apart_at_the_token_where_they_part(chunk: int, hasher: BlockHasher) -> None:
