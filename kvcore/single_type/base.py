@@ -148,7 +148,7 @@ class SingleTypeKVCacheManager(ABC):
         """
         num_skipped = self.get_num_skipped_tokens(len(hit_blocks) * self.block_size) // self.block_size
         scale = self._hashes_per_block
-        hashes = request.block_hashes[scale - 1 :: scale]
+        hashes = request.block_hashes[scale - 1 : len(hit_blocks) * scale : scale]
         for i, block in enumerate(hit_blocks):
             self.block_pool.require_own(block)
             if i < num_skipped:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from tests.bench import report
 from tests.bench.comparison import Comparison
 from tests.bench.workloads import FULL, HYBRID
 
-COLOURS = {"kvcore": "#00796b", "vLLM": "#c2611f", "rebuilt": "#9e9e9e"}
+COLOURS = {"kvcore": "#00796b", "kvcore, grow": "#5c9ded", "vLLM": "#c2611f", "rebuilt": "#9e9e9e"}
 GROUP_COLOURS = {FULL.name: "#00796b", HYBRID.name: "#5c9ded"}
 
 # Text as text and no dates: the files then stay small, and change only when what they show does.
@@ -45,11 +45,14 @@ def comparison_figure(comparison: Comparison, path: Path) -> None:
         group = key.partition(".")[0]
         assert row.ratio is not None
         axes.barh(place, row.ratio, color=GROUP_COLOURS[group], height=0.7)
-        axes.text(row.ratio * 1.03, place, f"{row.ratio:.1f}", va="center", fontsize=8)
+        axes.text(row.ratio * 0.97, place, f"{row.ratio:.1f}", va="center", ha="right", color="white", fontsize=8)
         axes.plot([row.target] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)
     axes.set_yticks(range(len(rows)), [row.title for _, row in rows], fontsize=8)
     axes.set_xscale("log")
-    axes.set_xlim(0.8, 2 * max(row.ratio or 1 for _, row in rows))
+    axes.set_xlim(0.8, 1.3 * max(max(row.ratio or 1, row.target or 1) for _, row in rows))
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xticks([1, 2, 5, 10, 20, 50][: 4 if axes.get_xlim()[1] < 20 else 6])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("time of vLLM / time of kvcore (black marks: what was aimed at)")
@@ -59,12 +62,12 @@ def comparison_figure(comparison: Comparison, path: Path) -> None:
     _save(figure, path)
 
 
-def lines_figure(panels: Sequence[Panel], x_label: str, path: Path, *, log_x: bool = True) -> None:
-    """Panels side by side, logarithmic on both axes unless told otherwise."""
+def lines_figure(panels: Sequence[Panel], x_label: str, path: Path) -> None:
+    """Panels side by side, both axes logarithmic."""
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.4 * columns, 2.9 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
         for name, line in panel.lines.items():
             axes.plot(list(line), list(line.values()), label=name, color=COLOURS[name], marker="o", markersize=3)
@@ -72,24 +75,27 @@ def lines_figure(panels: Sequence[Panel], x_label: str, path: Path, *, log_x: bo
         axes.set_ylabel(panel.unit, fontsize=8)
         axes.set_xlabel(x_label, fontsize=8)
         axes.set_yscale("log")
-        if log_x:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: report.short(value)))
-            axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xscale("log", base=2)
+        places = sorted({place for line in panel.lines.values() for place in line})
+        axes.set_xticks(places, [report.short(place) for place in places])
+        axes.xaxis.set_minor_locator(NullLocator())
         _widen(axes, [value for line in panel.lines.values() for value in line.values()])
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
         _clean(axes)
-    for axes in list(grid)[len(panels) :]:
+    for axes in grid[len(panels) :]:
         axes.remove()
-    figure.axes[0].legend(fontsize=8, frameon=False)
+    most = max(range(len(panels)), key=lambda i: len(panels[i].lines))
+    grid[most].legend(fontsize=8, frameon=False)
     _save(figure, path)
 
 
 def _widen(axes: Axes, values: Sequence[float]) -> None:
-    """At least a factor of 30 from bottom to top, so that what is flat looks flat."""
+    """At least a factor of 100 from bottom to top, so that what is flat looks flat."""
     low, high = min(values) / 1.5, max(values) * 1.5
-    factor = max(30 / (high / low), 1.0) ** 0.5
+    factor = max(100 / (high / low), 1.0) ** 0.5
     axes.set_ylim(low / factor, high * factor)
 
 

@@ -35,7 +35,7 @@ Point = dict[str, float]
 """``"at"``: where; each other key: an operation and its seconds, or bytes for memory."""
 
 K = 1024
-CHUNK_TOKENS = 2 * K
+CHUNK_TOKENS = K
 PROMPT_IN_POOL = 4 * K
 PROMPT_IN_GROUPS = 32 * K
 STEPS = 32
@@ -211,8 +211,7 @@ def _cold_and_warm(measurement: Measurement, prompt: Prompt, name: str = "") -> 
 def _first_chunk(measurement: Measurement, prompt: Prompt) -> dict[str, float]:
     """The first :data:`CHUNK_TOKENS` tokens of a prompt that is computed piece by piece."""
     request = prompt.make_request("chunked")
-    num_tokens = min(CHUNK_TOKENS, request.num_tokens)
-    seconds = measurement.seconds(lambda: prompt.manager.allocate_slots(request, num_tokens))
+    seconds = measurement.seconds(lambda: prompt.manager.allocate_slots(request, CHUNK_TOKENS))
     prompt.manager.free(request)
     prompt.manager.reset_prefix_cache()
     return {"first_chunk": seconds}

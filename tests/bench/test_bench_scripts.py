@@ -51,7 +51,7 @@ def test_a_workload_that_does_not_exist_is_named() -> None:
 
 def test_a_profile_is_a_table_for_each_workload(tmp_path: Path) -> None:
     out = tmp_path / "tables.txt"
-    done = run("profile_tables", "--no-peer", "--only", "cold_admit32k", "--out", str(out))
+    done = run("profile_tables", "--no-peer", "--only", "cold_admit32k", "--lines", "100", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "==== hybrid.cold_admit32k, kvcore" in out.read_text("utf-8")
     assert "allocate_slots" in out.read_text("utf-8")
