@@ -23,7 +23,8 @@ help: ## list the targets
 # ---- use
 
 demo: $(STAMPS)/demo ## serve eight questions on a real model, cold and warm, and compare
-	$(BIN)/python examples/demo_shared_prompt.py
+	@# Waiting threads sleep: spinning ones double the time on a machine that has other work.
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo_shared_prompt.py
 
 # ---- check
 
