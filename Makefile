@@ -65,7 +65,7 @@ docs: $(STAMPS)/docs ## build the site into site/, strictly
 docs-serve: $(STAMPS)/docs ## serve the site while writing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows; prints the tables (half an hour)
+bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows; prints the tables
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER)
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER)
 
