@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import QueueError
 
@@ -105,17 +105,15 @@ class FreeKVCacheBlockQueue:
         """
         if not 0 <= n <= self.num_free_blocks:
             raise QueueError(f"cannot take {n} blocks from a queue of {self.num_free_blocks}")
-        taken = []
-        block = self._head.next_free_block
-        for _ in range(n):
-            following = block.next_free_block  # type: ignore[union-attr]
-            block.prev_free_block = block.next_free_block = None  # type: ignore[union-attr]
-            taken.append(block)
-            block = following
-        self._head.next_free_block = block
-        block.prev_free_block = self._head  # type: ignore[union-attr]
+        block: Any = self._head
+        taken = [block := block.next_free_block for _ in range(n)]
+        first_left = block.next_free_block
+        for block in taken:
+            block.prev_free_block = block.next_free_block = None
+        self._head.next_free_block = first_left
+        first_left.prev_free_block = self._head
         self.num_free_blocks -= n
-        return taken  # type: ignore[return-value]
+        return taken
 
     def append(self, block: KVCacheBlock) -> None:
         """Puts a block at the tail. O(1).

@@ -18,6 +18,9 @@ MAX_SPAN_BLOCKS = 128
 """Longest span, in hash blocks. A span lives as long as any of its blocks is registered: this bounds what the last of
 them keeps in memory."""
 
+MAX_GROWN_BLOCKS = 32
+"""Longest span that grows block by block. Each time, its tokens are copied and its hashes are compared."""
+
 
 class TokenSpan:
     """Tokens and extra keys of the hash blocks ``[start, stop)`` of a prefix, and what came before them.
@@ -68,14 +71,37 @@ class PrefixContents:
         # made when asked for; spans of others take their place once they are found to be equal.
         self._spans: list[TokenSpan] = []
 
+    def span(self, index: int) -> TokenSpan:
+        """The span of hash block ``index``. O(1) for a block that has one, and for the next.
+
+        The next block of a request that decodes joins the span before it, so that the output of a long answer is
+        proved by a few comparisons too.
+        """
+        spans = self._spans
+        if index != len(spans):
+            return self.spans(index + 1)[index]
+        last = spans[-1] if spans else None
+        span = self._make_span(index, index + 1)
+        if (
+            last is not None
+            and last.stop == index  # else it goes on with another request's tokens
+            and index - last.start < MAX_GROWN_BLOCKS
+            and not span.extra_keys
+            and self._block_hashes[index] not in self._block_hashes[last.start : index]
+        ):
+            last.tokens += span.tokens
+            last.stop += 1
+            span = last
+        spans.append(span)
+        return span
+
     def spans(self, stop: int) -> list[TokenSpan]:
         """A span for each of the request's hash blocks, at least the first ``stop`` of them. O(new blocks)."""
         spans = self._spans
         while len(spans) < stop:
             start = len(spans)
             end = start + _length_without_repeat(self._block_hashes[start : min(stop, start + MAX_SPAN_BLOCKS)])
-            tokens, extra_keys = self._content(start, end)
-            spans += [TokenSpan(spans[-1] if spans else None, start, end, tokens, extra_keys)] * (end - start)
+            spans += [self._make_span(start, end)] * (end - start)
         return spans
 
     def count_matching(self, blocks: Sequence[KVCacheBlock], indices: range) -> int:
@@ -120,11 +146,12 @@ class PrefixContents:
                 return False
             if stop <= len(spans) and spans[stop - 1] is span:
                 break
-            tokens, extra_keys = self._content(span.start, stop)
-            if not span.tokens.startswith(tokens):
+            if not self._is_content(span, stop):
                 return False
-            if {i: keys for i, keys in span.extra_keys.items() if i < stop} != extra_keys:
-                return False
+            if span.start == len(spans) and span.parent is (spans[-1] if spans else None):
+                # The next after what is known, as nearly always.
+                spans += [span] * (stop - span.start)
+                break
             equal.append((span, stop))
             stop, span = span.start, span.parent
         for known, end in reversed(equal):
@@ -132,10 +159,21 @@ class PrefixContents:
             spans[known.start : end] = [known] * (end - known.start)
         return True
 
-    def _content(self, start: int, stop: int) -> tuple[bytes, dict[int, BlockExtraKeys]]:
+    def _is_content(self, span: TokenSpan, stop: int) -> bool:
+        """Whether the request has the span's tokens and extra keys, from its start to hash block ``stop``."""
         size = self._block_size
+        if not span.tokens.startswith(memoryview(self._token_ids)[span.start * size : stop * size]):
+            return False
+        if not span.extra_keys and not self._extra_keys:
+            return True
+        extra_keys = self._extra_keys.of_blocks(span.start, stop, size)
+        return {i: keys for i, keys in span.extra_keys.items() if i < stop} == extra_keys
+
+    def _make_span(self, start: int, stop: int) -> TokenSpan:
+        size = self._block_size
+        tokens = memoryview(self._token_ids)[start * size : stop * size].tobytes()
         extra_keys = self._extra_keys.of_blocks(start, stop, size) if self._extra_keys else {}
-        return self._token_ids[start * size : stop * size].tobytes(), extra_keys
+        return TokenSpan(self._spans[-1] if self._spans else None, start, stop, tokens, extra_keys)
 
 
 def _length_without_repeat(hashes: list[bytes]) -> int:

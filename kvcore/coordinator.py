@@ -13,7 +13,7 @@ from kvcore.blocks import KVCacheBlock
 from kvcore.errors import ConfigError
 from kvcore.request import RequestLike
 from kvcore.single_type import FullAttentionManager, make_single_type_manager
-from kvcore.spec import KVCacheConfig, require_positive
+from kvcore.spec import KVCacheConfig, cdiv, require_positive
 
 GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 """Blocks for each KV cache group."""
@@ -90,12 +90,29 @@ class KVCacheCoordinator(ABC):
             needed += manager.get_num_blocks_to_admit(num_tokens, blocks, total_computed_tokens, cap=cap)
         return needed
 
+    def has_room(
+        self,
+        num_tokens: int,
+        hit_blocks: GroupBlocks,
+        total_computed_tokens: int,
+        num_free_blocks: int,
+        *,
+        cap: bool = False,
+    ) -> bool:
+        """Whether a new request fits into ``num_free_blocks``. O(groups) if it does with none of its hits counted, else
+        O(hit blocks)."""
+        most = sum([cdiv(num_tokens, manager.block_size) for manager in self.single_type_managers])
+        if most <= num_free_blocks:
+            return True
+        return self.get_num_blocks_to_admit(num_tokens, hit_blocks, total_computed_tokens, cap=cap) <= num_free_blocks
+
     def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
         """Free blocks that a running request takes, over all groups."""
-        needed = 0
-        for manager in self.single_type_managers:
-            needed += manager.get_num_blocks_to_grow(request_id, num_tokens, cap=cap)
-        return needed
+        return sum(
+            [manager.get_num_blocks_to_grow(request_id, num_tokens, cap=cap) for manager in self.single_type_managers]
+        )
+
+    # -- changing tables ------------------------------------------------------------------------------------------
 
     def admit(
         self, request_id: str, hit_blocks: GroupBlocks, total_computed_tokens: int, num_external_computed_tokens: int
@@ -104,12 +121,21 @@ class KVCacheCoordinator(ABC):
         for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True):
             manager.add_local_computed_blocks(request_id, blocks, total_computed_tokens)
         if num_external_computed_tokens:
-            for manager in self.single_type_managers:
-                manager.allocate_new_blocks(request_id, total_computed_tokens)
+            self.allocate_new_blocks(request_id, total_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> GroupBlocks:
-        """Grows the tables to ``num_tokens`` tokens; the new blocks for each group."""
-        return tuple([manager.allocate_new_blocks(request_id, num_tokens) for manager in self.single_type_managers])
+        """Grows the tables to ``num_tokens`` tokens; the new blocks for each group. O(groups + new blocks)."""
+        managers = self.single_type_managers
+        counts = [manager.get_num_blocks_to_grow(request_id, num_tokens) for manager in managers]
+        # Taken in one call: the same blocks, in the same order, as in one call a group.
+        blocks = self.block_pool.get_new_blocks(sum(counts))
+        groups = []
+        start = 0
+        for manager, count in zip(managers, counts, strict=True):
+            groups.append(blocks[start : start + count])
+            manager.append_blocks(request_id, groups[-1])
+            start += count
+        return tuple(groups)
 
     def cache_blocks(self, request: RequestLike, num_tokens: int) -> None:
         """Registers the full blocks among the first ``num_tokens`` tokens, if caching is on."""
@@ -126,6 +152,22 @@ class KVCacheCoordinator(ABC):
         """Closes the tables and frees their blocks."""
         for manager in self.single_type_managers:
             manager.free(request_id)
+
+    # -- how far a request can go ---------------------------------------------------------------------------------
+
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the request's tables hold, in every group. O(groups)."""
+        return min([manager.num_slots(request_id) for manager in self.single_type_managers])
+
+    def next_register_at(self, request_id: str) -> int:
+        """Number of tokens from which on the request has a block to register. O(groups)."""
+        return min([manager.next_register_at(request_id) for manager in self.single_type_managers])
+
+    def next_skip_at(self, request_id: str) -> int:
+        """Number of computed tokens from which on the request has a block to give back. O(groups)."""
+        return min([manager.next_skip_at(request_id) for manager in self.single_type_managers])
+
+    # -- looking --------------------------------------------------------------------------------------------------
 
     def get_blocks(self, request_id: str) -> GroupBlocks:
         """The block tables themselves: they change as the request runs."""

@@ -1,14 +1,13 @@
-"""How far a running request can go before anything has to be done for it."""
+"""What a request that holds blocks needs for its next tokens, and how far it gets before it needs anything."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvcore.coordinator import KVCacheCoordinator
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
-from kvcore.single_type import SingleTypeKVCacheManager
-from kvcore.single_type.base import NEVER
 
 
 class Holder:
@@ -19,7 +18,9 @@ class Holder:
 
     Args:
         request: The request.
-        managers: Where its block tables are.
+        coordinator: Where its block tables are.
+        max_model_len: Tokens beyond which it gets no slots.
+        no_blocks: What :meth:`grow` answers where it needed none.
 
     Attributes:
         num_slots: Tokens that its blocks hold, in every group.
@@ -28,24 +29,72 @@ class Holder:
         quiet_tokens: The first number of tokens that needs a block or has one registered.
     """
 
-    __slots__ = ("_managers", "num_slots", "quiet_tokens", "register_at", "request", "skip_at")
+    __slots__ = (
+        "_coordinator",
+        "_max_model_len",
+        "_no_blocks",
+        "num_slots",
+        "quiet_tokens",
+        "register_at",
+        "request",
+        "skip_at",
+    )
 
-    def __init__(self, request: RequestLike, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+    def __init__(
+        self, request: RequestLike, coordinator: KVCacheCoordinator, max_model_len: int, no_blocks: KVCacheBlocks
+    ) -> None:
         self.request = request
-        self.num_slots = self.register_at = self.skip_at = self.quiet_tokens = 0
-        self._managers = managers
+        self._coordinator = coordinator
+        self._max_model_len = max_model_len
+        self._no_blocks = no_blocks
+        self.num_slots = coordinator.num_slots(request.request_id)
+        self.skip_at = coordinator.next_skip_at(request.request_id)
+        self.note_registered()
 
-    def update(self) -> None:
-        """Finds the limits anew, after its block tables have changed. O(groups)."""
-        request_id = self.request.request_id
-        num_slots = register_at = skip_at = NEVER
-        for manager in self._managers:
-            limits = manager.limits(request_id)
-            num_slots = min(num_slots, limits.num_slots)
-            register_at = min(register_at, limits.register_at)
-            skip_at = min(skip_at, limits.skip_at)
-        self.num_slots, self.register_at, self.skip_at = num_slots, register_at, skip_at
-        self.quiet_tokens = min(num_slots + 1, register_at)
+    def note_registered(self) -> None:
+        """Finds out anew when the next block is to be registered. O(groups)."""
+        self.register_at = self._coordinator.next_register_at(self.request.request_id)
+        self.quiet_tokens = min(self.num_slots + 1, self.register_at)
+
+    def grow(
+        self,
+        num_new_tokens: int,
+        num_lookahead_tokens: int = 0,
+        *,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+    ) -> KVCacheBlocks | None:
+        """What :meth:`kvcore.KVCacheManager.allocate_slots` does for a running request, its arguments checked.
+
+        Only the limits that a change touches are found anew: of the three, a step of decoding touches one.
+        """
+        request, coordinator = self.request, self._coordinator
+        request_id = request.request_id
+        computed = min(request.num_computed_tokens, self._max_model_len)
+        num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
+        if computed >= self.skip_at:
+            coordinator.remove_skipped_blocks(request_id, computed)
+            self.skip_at = coordinator.next_skip_at(request_id)
+        num_free_blocks = coordinator.block_pool.free_block_queue.num_free_blocks
+        if full_sequence_must_fit:
+            length = min(request.num_tokens, self._max_model_len)
+            if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
+                return None
+        has_slots = num_tokens <= self.num_slots
+        needed = 0 if has_slots else coordinator.get_num_blocks_to_grow(request_id, num_tokens)
+        if needed > num_free_blocks - reserved_blocks:
+            return None
+        new_blocks = self._no_blocks
+        if not has_slots:
+            new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_tokens))
+            self.num_slots = coordinator.num_slots(request_id)
+            self.quiet_tokens = min(self.num_slots + 1, self.register_at)
+        num_finished_tokens = min(computed + num_new_tokens, num_tokens, request.num_tokens)
+        if num_finished_tokens >= self.register_at and not delay_cache_blocks:
+            coordinator.cache_blocks(request, num_finished_tokens)
+            self.note_registered()
+        return new_blocks
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvcore.checks import (
     check_admission,
     check_computed,
     check_counts,
     check_hashes,
+    check_protocol,
     check_running,
     check_same_request,
 )
@@ -20,6 +22,15 @@ from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
 from kvcore.spec import KVCacheConfig, require_positive
 from kvcore.stats import PrefixCacheStats
+
+
+class _Found(NamedTuple):
+    """What a lookup answered, and how many blocks had left the index by then."""
+
+    request: RequestLike
+    blocks: KVCacheBlocks
+    num_tokens: int
+    num_removals: int
 
 
 class KVCacheManager:
@@ -90,9 +101,7 @@ class KVCacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kv_cache_config.kv_cache_groups))
         self._holders: dict[str, Holder] = {}
         self._stats = PrefixCacheStats()
-        # The last lookup's answer, and the removals from the index until then: if both are the same when the hits are
-        # handed over, nothing can have become of them, and they need no second look.
-        self._fresh_hits: tuple[RequestLike, KVCacheBlocks, int] | None = None
+        self._found: _Found | None = None  # the last lookup's answer, until a request is admitted
 
     def __repr__(self) -> str:
         return (
@@ -118,16 +127,15 @@ class KVCacheManager:
         takes_part = getattr(request, "block_hasher", True) is not None
         if not self.enable_caching or not takes_part:
             return self.empty_kv_cache_blocks, 0
+        check_protocol(request, self.block_pool.enable_kv_cache_events)
         check_hashes(request, self.coordinator.hash_block_size)
         longest = min(request.num_tokens - 1, self.max_model_len)
         groups, num_tokens = self.coordinator.find_longest_cache_hit(request, longest)
         if self.log_stats:
             preempted = getattr(request, "num_preemptions", 0) > 0
             self._stats.record(request.num_tokens, num_tokens, preempted=preempted)
-        if not num_tokens:
-            return self.empty_kv_cache_blocks, 0
-        blocks = KVCacheBlocks(tuple(map(tuple, groups)))
-        self._fresh_hits = (request, blocks, self.block_pool.prefix_index.num_removals)
+        blocks = KVCacheBlocks(tuple(map(tuple, groups))) if num_tokens else self.empty_kv_cache_blocks
+        self._found = _Found(request, blocks, num_tokens, self.block_pool.prefix_index.num_removals)
         return blocks, num_tokens
 
     def allocate_slots(
@@ -191,18 +199,20 @@ class KVCacheManager:
                 num_new_computed_tokens or num_external_computed_tokens or full_sequence_must_fit or reserved_blocks
             )
         ):
+            # A step of decoding, nearly always: known to be in order by a few comparisons.
             computed = request.num_computed_tokens
             num_tokens = computed + num_new_tokens + num_lookahead_tokens
             if (
-                num_tokens < holder.quiet_tokens
-                and type(num_tokens) is int  # a float anywhere in the sum would show
-                and 0 <= computed < holder.skip_at
+                type(num_tokens) is int  # a float anywhere in the sum would show
                 and num_new_tokens > 0
                 and num_lookahead_tokens >= 0
                 and holder.request is request
-                and computed <= request.num_tokens
+                and 0 <= computed <= request.num_tokens
             ):
-                return self.empty_kv_cache_blocks
+                if num_tokens < holder.quiet_tokens and computed < holder.skip_at:
+                    return self.empty_kv_cache_blocks
+                if computed <= holder.num_slots and not delay_cache_blocks:
+                    return holder.grow(num_new_tokens, num_lookahead_tokens)
 
         check_counts(
             "num_new_tokens num_new_computed_tokens num_lookahead_tokens num_external_computed_tokens reserved_blocks",
@@ -219,55 +229,38 @@ class KVCacheManager:
             )
         check_computed(request, num_new_computed)
         hits = new_computed_blocks or self.empty_kv_cache_blocks
-        if holder is None:
-            check_admission(self.coordinator, request, hits, num_new_computed_tokens)
-            self._check_hits(request, hits)
-        else:
+        if holder is not None:
             check_same_request(request, holder.request)
             check_running(request, holder.num_slots, hits, num_new_computed)
+            return holder.grow(
+                num_new_tokens,
+                num_lookahead_tokens,
+                delay_cache_blocks=delay_cache_blocks,
+                full_sequence_must_fit=full_sequence_must_fit,
+                reserved_blocks=reserved_blocks,
+            )
+        if not self._just_found(request, hits, num_new_computed_tokens):
+            check_admission(self.coordinator, request, hits, num_new_computed_tokens)
+            for manager, blocks in zip(self.coordinator.single_type_managers, hits.blocks, strict=True):
+                manager.check_hits(request, blocks)
 
-        coordinator = self.coordinator
-        request_id = request.request_id
-        total_computed = min(request.num_computed_tokens + num_new_computed, self.max_model_len)
+        total_computed = min(num_new_computed, self.max_model_len)
         num_tokens = min(total_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        num_free_blocks = self.block_pool.get_num_free_blocks()
-        if holder is None:
-            num_free_blocks -= self.watermark_blocks
-            if full_sequence_must_fit:
-                length = min(request.num_tokens, self.max_model_len)
-                if coordinator.get_num_blocks_to_admit(length, hits.blocks, total_computed, cap=True) > num_free_blocks:
-                    return None
-            needed = coordinator.get_num_blocks_to_admit(num_tokens, hits.blocks, total_computed)
-            if needed > num_free_blocks - reserved_blocks:
+        num_free_blocks = self.block_pool.get_num_free_blocks() - self.watermark_blocks
+        coordinator = self.coordinator
+        if full_sequence_must_fit:
+            length = min(request.num_tokens, self.max_model_len)
+            if not coordinator.has_room(length, hits.blocks, total_computed, num_free_blocks, cap=True):
                 return None
-            coordinator.admit(request_id, hits.blocks, total_computed, num_external_computed_tokens)
-            holder = self._holders[request_id] = Holder(request, coordinator.single_type_managers)
-            self._fresh_hits = None
-        else:
-            if total_computed >= holder.skip_at:
-                coordinator.remove_skipped_blocks(request_id, total_computed)
-                num_free_blocks = self.block_pool.get_num_free_blocks()
-                holder.update()
-            if full_sequence_must_fit:
-                length = min(request.num_tokens, self.max_model_len)
-                if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
-                    return None
-            needed = 0
-            if num_tokens > holder.num_slots:
-                needed = coordinator.get_num_blocks_to_grow(request_id, num_tokens)
-            if needed > num_free_blocks - reserved_blocks:
-                return None
-
-        new_blocks = self.empty_kv_cache_blocks
-        if num_tokens > holder.num_slots:
-            groups = coordinator.allocate_new_blocks(request_id, num_tokens)
-            if any(groups):
-                new_blocks = KVCacheBlocks(groups)
+        if not coordinator.has_room(num_tokens, hits.blocks, total_computed, num_free_blocks - reserved_blocks):
+            return None
+        coordinator.admit(request.request_id, hits.blocks, total_computed, num_external_computed_tokens)
+        groups = coordinator.allocate_new_blocks(request.request_id, num_tokens)
         num_finished_tokens = min(total_computed + num_new_tokens, num_tokens, request.num_tokens)
-        if num_finished_tokens >= holder.register_at and not delay_cache_blocks:
+        if not delay_cache_blocks:
             coordinator.cache_blocks(request, num_finished_tokens)
-        holder.update()
-        return new_blocks
+        self._holders[request.request_id] = Holder(request, coordinator, self.max_model_len, self.empty_kv_cache_blocks)
+        return KVCacheBlocks(groups) if any(groups) else self.empty_kv_cache_blocks
 
     def grow(
         self, requests: Sequence[RequestLike], num_new_tokens: int = 1, *, num_lookahead_tokens: int = 0
@@ -312,10 +305,10 @@ class KVCacheManager:
                 check_same_request(request, holder.request)
                 check_computed(request, 0)
                 check_running(request, holder.num_slots, self.empty_kv_cache_blocks, 0)
-                due.append(index)
+                due.append((index, holder))
         new_blocks: dict[int, KVCacheBlocks] = {}
-        for index in due:
-            blocks = self.allocate_slots(requests[index], num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        for index, holder in due:
+            blocks = holder.grow(num_new_tokens, num_lookahead_tokens)
             if blocks is None:
                 return Growth(index, new_blocks)
             if blocks is not self.empty_kv_cache_blocks:
@@ -361,7 +354,7 @@ class KVCacheManager:
                 f"it has {request.num_tokens} tokens and slots for {slots}"
             )
         self.coordinator.cache_blocks(request, num_computed_tokens)
-        holder.update()
+        holder.note_registered()
 
     # -- the cache as a whole -------------------------------------------------------------------------------------
 
@@ -463,10 +456,15 @@ class KVCacheManager:
             )
         return holder
 
-    def _check_hits(self, request: RequestLike, hits: KVCacheBlocks) -> None:
-        fresh = self._fresh_hits
-        num_removals = self.block_pool.prefix_index.num_removals
-        if fresh is not None and fresh[0] is request and fresh[1] is hits and fresh[2] == num_removals:
-            return
-        for manager, blocks in zip(self.coordinator.single_type_managers, hits.blocks, strict=True):
-            manager.check_hits(request, blocks)
+    def _just_found(self, request: RequestLike, hits: KVCacheBlocks, num_tokens: int) -> bool:
+        """Whether this is the answer to the last lookup, for a request that is still new, and nothing can have become
+        of the blocks since: nothing has left the index."""
+        found, self._found = self._found, None
+        return (
+            found is not None
+            and found.request is request
+            and found.blocks is hits
+            and found.num_tokens == num_tokens
+            and found.num_removals == self.block_pool.prefix_index.num_removals
+            and not request.num_computed_tokens
+        )

@@ -42,14 +42,13 @@ class PrefixIndex:
         num_removals = self.num_removals
         for block in blocks:
             prefix_hash = block.prefix_hash
-            if prefix_hash is None:
-                continue
-            if duplicates:
-                self._remove_one_of_several(prefix_hash, block)
-            else:
-                del tables[block.group_id][prefix_hash]
-            block.prefix_hash = block.content = None
-            num_removals += 1
+            if prefix_hash is not None:
+                if duplicates:
+                    self._remove_one_of_several(prefix_hash, block)
+                else:
+                    del tables[block.group_id][prefix_hash]
+                block.prefix_hash = block.content = None
+                num_removals += 1
         self.num_removals = num_removals
 
     def _remove_one_of_several(self, prefix_hash: bytes, block: KVCacheBlock) -> None:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
 
 from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
@@ -17,20 +16,6 @@ from kvcore.spec import KVCacheSpec, cdiv
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""
-
-
-class Limits(NamedTuple):
-    """How far a request can go, in tokens.
-
-    Attributes:
-        num_slots: Tokens its table holds.
-        register_at: Tokens from which on it has a block to register.
-        skip_at: Computed tokens from which on it has a block to give back.
-    """
-
-    num_slots: int
-    register_at: int
-    skip_at: int
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -75,6 +60,12 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block: dict[str, int] = {}
         self.num_skipped_block: dict[str, int] = {}
         self._hashes_per_block = self.block_size // block_pool.hash_block_size
+        # Whether each block is registered as soon as it is full, and nothing but that has to be done.
+        self._registers_each = (
+            alignment_tokens == self.block_size
+            and self.cacheable_mask(0, 1) is None
+            and not block_pool.enable_kv_cache_events
+        )
         self._index = block_pool.prefix_index.table(kv_cache_group_id)
 
     def __repr__(self) -> str:
@@ -178,15 +169,9 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[request_id] = len(table)
         self.num_skipped_block[request_id] = num_skipped
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Appends blocks until the table holds ``num_tokens`` tokens; returns the new ones. O(new blocks)."""
-        table = self.req_to_blocks[request_id]
-        num_new_blocks = -(-num_tokens // self.block_size) - len(table)
-        if num_new_blocks <= 0:
-            return []
-        new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
-        table += new_blocks
-        return new_blocks
+    def append_blocks(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        """Grows the table by new blocks. O(new blocks)."""
+        self.req_to_blocks[request_id] += blocks
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Frees the blocks that no token from ``num_computed_tokens`` on reads; null takes their place. O(freed
@@ -214,6 +199,14 @@ class SingleTypeKVCacheManager(ABC):
         num_full = (num_tokens - num_tokens % self.alignment_tokens) // self.block_size
         if num_full <= num_cached:
             return
+        self.num_cached_block[request_id] = num_full
+        if num_full == num_cached + 1 and self._registers_each:
+            # One more block in decoding: the machinery for many would cost four times as much.
+            block = self.req_to_blocks[request_id][num_cached]
+            if not block.is_null:
+                index = num_full * self._hashes_per_block - 1
+                self.block_pool.register_one(request, block, index, self.kv_cache_group_id)
+            return
         self.block_pool.register(
             request,
             self.req_to_blocks[request_id],
@@ -223,7 +216,6 @@ class SingleTypeKVCacheManager(ABC):
             self.kv_cache_group_id,
             self.cacheable_mask(num_cached, num_full),
         )
-        self.num_cached_block[request_id] = num_full
 
     def free(self, request_id: str) -> None:
         """Closes the table and frees its blocks, the last one first (rule 4). O(blocks)."""
@@ -237,15 +229,16 @@ class SingleTypeKVCacheManager(ABC):
 
     # -- looking --------------------------------------------------------------------------------------------------
 
-    def limits(self, request_id: str) -> Limits:
-        """How far the request can go before its table here has to change. O(1)."""
-        register_at = NEVER
-        if self.enable_caching:
-            alignment = self.alignment_tokens
-            next_full = (self.num_cached_block[request_id] + 1) * self.block_size
-            register_at = -(-next_full // alignment) * alignment
-        num_slots = len(self.req_to_blocks[request_id]) * self.block_size
-        return Limits(num_slots, register_at, self.next_skip_at(request_id))
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the request's table holds. O(1)."""
+        return len(self.req_to_blocks[request_id]) * self.block_size
+
+    def next_register_at(self, request_id: str) -> int:
+        """Number of tokens from which on the request has a block to register. O(1)."""
+        if not self.enable_caching:
+            return NEVER
+        next_full = (self.num_cached_block[request_id] + 1) * self.block_size
+        return -(-next_full // self.alignment_tokens) * self.alignment_tokens
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Leading blocks of the request that all running requests hold."""

@@ -14,9 +14,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     """Block tables of a group whose tokens read themselves and the ``sliding_window - 1`` tokens before them."""
 
     def __init__(self, kv_cache_spec: SlidingWindowSpec, *args: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, *args, **kwargs)
         self.sliding_window = kv_cache_spec.sliding_window
-        self._blocks_of_window = cdiv(self.sliding_window - 1, self.block_size)
+        self._blocks_of_window = cdiv(self.sliding_window - 1, kv_cache_spec.block_size)
+        super().__init__(kv_cache_spec, *args, **kwargs)
 
     def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
         """The rightmost run of cached blocks that covers a window, or a shorter one that begins at the first block.

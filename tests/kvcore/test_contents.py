@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import BlockHasher, KVCacheManager, LoRAAdapter, MultiModalItem, Request, StaleHitError
+from kvcore.contents import MAX_GROWN_BLOCKS
 from kvcore.testing import admit, make_manager, table
 
 VERIFIED = BlockHasher(4, "xxh3")
@@ -93,6 +94,72 @@ def test_even_if_a_hash_says_no_more_than_where_a_block_stands_only_equal_prefix
         assert manager.allocate_slots(mine, len(tokens) - num_hit_tokens, num_hit_tokens, hits) is not None
         manager.check_invariants()
         admitted.append(tokens)
+
+
+def with_hashes(mine: Request, hash_of: Callable[[int], bytes]) -> None:
+    mine.block_hashes[:] = [hash_of(i) for i in range(len(mine.block_hashes))]
+
+
+@pytest.mark.parametrize("modulus", [1, 2, 100], ids=["nothing", "whether it is odd", "its place"])
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=2, max_size=3),
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=40),
+    question=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+)
+def test_answers_that_share_a_beginning_and_part_are_told_apart_under_the_weakest_hash(
+    modulus: int, prompts: list[list[int]], steps: list[tuple[int, int]], question: list[int]
+) -> None:
+    def hash_of(place: int) -> bytes:
+        return bytes([place % modulus]) * 16
+
+    manager = make_manager(60)
+    running = [request(str(number), tokens) for number, tokens in enumerate(prompts)]
+    for mine in running:
+        with_hashes(mine, hash_of)
+        admit(manager, mine)
+    for number, token in steps:
+        mine = running[number % len(running)]
+        mine.append_output_token_ids(token)
+        with_hashes(mine, hash_of)
+        assert manager.allocate_slots(mine, 1) is not None
+        mine.num_computed_tokens += 1
+    asking = request("asking", question)
+    with_hashes(asking, hash_of)
+    (found,) = manager.get_computed_blocks(asking)[0].get_block_ids()
+    for i, block_id in enumerate(found):
+        stop = 4 * (i + 1)
+        holders = [mine for mine in running if block_id in table(manager, mine)]
+        assert any(
+            table(manager, mine)[i] == block_id and mine.all_token_ids[:stop] == question[:stop] for mine in holders
+        )
+    manager.check_invariants()
+
+
+def test_different_answers_to_one_prompt_are_all_found_to_their_ends() -> None:
+    manager = make_manager(60)
+    running = [request(str(number), range(5)) for number in range(3)]
+    for mine in running:
+        admit(manager, mine)
+    for step in range(23):
+        for number, mine in enumerate(running):
+            mine.append_output_token_ids(100 * number + step)
+            assert manager.allocate_slots(mine, 1) is not None
+            mine.num_computed_tokens += 1
+    for mine in running:
+        assert hit(manager, request("again", [*mine.all_token_ids, 1])) == 28
+
+
+def test_the_blocks_of_a_long_answer_share_spans() -> None:
+    manager = make_manager(200)
+    mine = request("mine", range(4))
+    admit(manager, mine)
+    for token in range(4 * 129):
+        mine.append_output_token_ids(token)
+        assert manager.allocate_slots(mine, 1) is not None
+        mine.num_computed_tokens += 1
+    (blocks,) = manager.get_blocks("mine").blocks
+    assert len({block.content for block in blocks}) <= 1 + 129 // MAX_GROWN_BLOCKS + 1
+    assert hit(manager, request("again", [*mine.all_token_ids, 1])) == 4 * 130
 
 
 @pytest.mark.parametrize(
