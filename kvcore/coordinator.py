@@ -121,17 +121,21 @@ class KVCacheCoordinator(ABC):
         for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True):
             manager.add_local_computed_blocks(request_id, blocks, total_computed_tokens)
         if num_external_computed_tokens:
-            self.allocate_new_blocks(request_id, total_computed_tokens)
+            self.append_new_blocks(request_id, self.num_new_blocks(request_id, total_computed_tokens))
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> GroupBlocks:
-        """Grows the tables to ``num_tokens`` tokens; the new blocks for each group. O(groups + new blocks)."""
-        managers = self.single_type_managers
-        counts = [manager.get_num_blocks_to_grow(request_id, num_tokens) for manager in managers]
-        # Taken in one call: the same blocks, in the same order, as in one call a group.
-        blocks = self.block_pool.get_new_blocks(sum(counts))
+    def num_new_blocks(self, request_id: str, num_tokens: int) -> list[int]:
+        """For each group, the blocks that the request's table lacks to hold ``num_tokens`` tokens. O(groups)."""
+        return [manager.num_new_blocks(request_id, num_tokens) for manager in self.single_type_managers]
+
+    def append_new_blocks(self, request_id: str, num_new_blocks: Sequence[int]) -> GroupBlocks:
+        """Grows the tables by so many blocks in each group; the new blocks for each group. O(groups + new blocks).
+
+        Taken from the pool in one call: the same blocks, in the same order, as in one call a group.
+        """
+        blocks = self.block_pool.get_new_blocks(sum(num_new_blocks))
         groups = []
         start = 0
-        for manager, count in zip(managers, counts, strict=True):
+        for manager, count in zip(self.single_type_managers, num_new_blocks, strict=True):
             groups.append(blocks[start : start + count])
             manager.append_blocks(request_id, groups[-1])
             start += count

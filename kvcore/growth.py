@@ -81,13 +81,12 @@ class Holder:
             length = min(request.num_tokens, self._max_model_len)
             if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
                 return None
-        has_slots = num_tokens <= self.num_slots
-        needed = 0 if has_slots else coordinator.get_num_blocks_to_grow(request_id, num_tokens)
-        if needed > num_free_blocks - reserved_blocks:
+        num_new_blocks = coordinator.num_new_blocks(request_id, num_tokens) if num_tokens > self.num_slots else ()
+        if sum(num_new_blocks) > num_free_blocks - reserved_blocks:
             return None
         new_blocks = self._no_blocks
-        if not has_slots:
-            new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_tokens))
+        if num_new_blocks:
+            new_blocks = KVCacheBlocks(coordinator.append_new_blocks(request_id, num_new_blocks))
             self.num_slots = coordinator.num_slots(request_id)
             self.quiet_tokens = min(self.num_slots + 1, self.register_at)
         num_finished_tokens = min(computed + num_new_tokens, num_tokens, request.num_tokens)

@@ -255,7 +255,8 @@ class KVCacheManager:
         if not coordinator.has_room(num_tokens, hits.blocks, total_computed, num_free_blocks - reserved_blocks):
             return None
         coordinator.admit(request.request_id, hits.blocks, total_computed, num_external_computed_tokens)
-        groups = coordinator.allocate_new_blocks(request.request_id, num_tokens)
+        num_new_blocks = coordinator.num_new_blocks(request.request_id, num_tokens)
+        groups = coordinator.append_new_blocks(request.request_id, num_new_blocks)
         num_finished_tokens = min(total_computed + num_new_tokens, num_tokens, request.num_tokens)
         if not delay_cache_blocks:
             coordinator.cache_blocks(request, num_finished_tokens)

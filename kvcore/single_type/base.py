@@ -120,13 +120,19 @@ class SingleTypeKVCacheManager(ABC):
         # Hits that others hold too do not come back when the window leaves them, so that only the others count.
         return min(needed, self.max_blocks_per_request) if cap else needed
 
+    def num_new_blocks(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that a running request's table lacks to hold ``num_tokens`` tokens. O(1)."""
+        lacking = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
+        return lacking if lacking > 0 else 0
+
     def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
         """Free blocks that a running request needs to hold ``num_tokens`` tokens. O(1), with ``cap`` O(held blocks)."""
-        table = self.req_to_blocks[request_id]
-        new = max(cdiv(num_tokens, self.block_size) - len(table), 0)
+        new = self.num_new_blocks(request_id, num_tokens)
         if cap:
             # As for hits: what others hold too does not come back.
-            own = [block.ref_cnt for block in table[self.num_skipped_block[request_id] :]].count(1)
+            own = [
+                block.ref_cnt for block in self.req_to_blocks[request_id][self.num_skipped_block[request_id] :]
+            ].count(1)
             new = max(min(new, self.max_blocks_per_request - own), 0)
         return new
 
