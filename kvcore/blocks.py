@@ -105,13 +105,15 @@ class FreeKVCacheBlockQueue:
         """
         if not 0 <= n <= self.num_free_blocks:
             raise QueueError(f"cannot take {n} blocks from a queue of {self.num_free_blocks}")
-        block: Any = self._head
-        taken = [block := block.next_free_block for _ in range(n)]
-        first_left = block.next_free_block
-        for block in taken:
+        taken: list[Any] = []
+        block: Any = self._head.next_free_block
+        for _ in range(n):
+            taken.append(block)
+            following = block.next_free_block
             block.prev_free_block = block.next_free_block = None
-        self._head.next_free_block = first_left
-        first_left.prev_free_block = self._head
+            block = following
+        self._head.next_free_block = block
+        block.prev_free_block = self._head
         self.num_free_blocks -= n
         return taken
 
