@@ -169,6 +169,15 @@ class BlockPool:
                     hashed.append(block)
         self.policy.release(unhashed, hashed)
 
+    def release_spent(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """As :meth:`release`, for blocks that are to be overwritten before all others, though they can be hit."""
+        freed = []
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                freed.append(block)
+        self.policy.release(freed, ())
+
     def require_own(self, block: KVCacheBlock) -> None:
         """Makes sure that a block is of this pool. O(1).
 

@@ -13,7 +13,7 @@ from kvcore.blocks import KVCacheBlock
 from kvcore.errors import ConfigError
 from kvcore.request import RequestLike
 from kvcore.single_type import FullAttentionManager, make_single_type_manager
-from kvcore.spec import KVCacheConfig, cdiv, require_positive
+from kvcore.spec import FullAttentionSpec, KVCacheConfig, cdiv, require_positive
 
 GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 """Blocks for each KV cache group."""
@@ -30,9 +30,10 @@ class KVCacheCoordinator(ABC):
         enable_kv_cache_events: Keep events.
         hash_block_size: Tokens per hash of the requests; None: the greatest common divisor of the groups' block sizes.
         eviction_policy: Name of the policy.
+        window_retention: "all" or "ends", see :class:`kvcore.KVCacheManager`.
 
     Raises:
-        ConfigError: The hash block size does not divide each group's block size.
+        ConfigError: The hash block size does not divide each group's block size, or no such retention.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class KVCacheCoordinator(ABC):
         enable_kv_cache_events: bool,
         hash_block_size: int | None,
         eviction_policy: str,
+        window_retention: str,
     ) -> None:
+        if window_retention not in ("all", "ends"):
+            raise ConfigError(f'window_retention must be "all" or "ends", got {window_retention!r}')
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         block_sizes = [spec.block_size for spec in specs]
         if hash_block_size is None:
@@ -73,9 +77,12 @@ class KVCacheCoordinator(ABC):
                 enable_caching=enable_caching,
                 alignment_tokens=math.lcm(*block_sizes),
                 max_blocks_per_request=spec.max_blocks_per_request(max_model_len, max_in_flight_tokens),
+                retain_ends=window_retention == "ends" and not isinstance(spec, FullAttentionSpec),
             )
             for group_id, spec in enumerate(specs)
         )
+        # The last request looked up, and how far its hit would have gone with full attention alone.
+        self._parting: tuple[RequestLike, int] | None = None
 
     @abstractmethod
     def find_longest_cache_hit(self, request: RequestLike, max_cache_hit_length: int) -> tuple[GroupBlocks, int]:
@@ -115,11 +122,21 @@ class KVCacheCoordinator(ABC):
     # -- changing tables ------------------------------------------------------------------------------------------
 
     def admit(
-        self, request_id: str, hit_blocks: GroupBlocks, total_computed_tokens: int, num_external_computed_tokens: int
+        self,
+        request: RequestLike,
+        hit_blocks: GroupBlocks,
+        total_computed_tokens: int,
+        num_external_computed_tokens: int,
     ) -> None:
         """Opens the tables of a new request: hits in every group first, then blocks for external tokens (rule 8)."""
+        request_id = request.request_id
         for manager, blocks in zip(self.single_type_managers, hit_blocks, strict=True):
             manager.add_local_computed_blocks(request_id, blocks, total_computed_tokens)
+            if manager.ends is not None:
+                manager.ends.note(request_id, len(blocks) * manager.block_size)
+                manager.ends.note(request_id, request.num_tokens)
+                if self._parting is not None and self._parting[0] is request:
+                    manager.ends.note(request_id, self._parting[1])
         if num_external_computed_tokens:
             self.append_new_blocks(request_id, self.num_new_blocks(request_id, total_computed_tokens))
 
@@ -220,6 +237,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         found: dict[int, list[KVCacheBlock]] = {}
         length = max_cache_hit_length
         accepted = 0
+        full_length = 0
         for group in cycle(order):
             manager = managers[group]
             if group in found and isinstance(manager, FullAttentionManager):
@@ -227,10 +245,13 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             else:
                 found[group] = manager.find_longest_cache_hit(request, length)
             hit_length = len(found[group]) * manager.block_size
+            if isinstance(manager, FullAttentionManager):
+                full_length = max(full_length, hit_length)
             accepted = accepted + 1 if hit_length == length else 1
             length = hit_length
             if accepted == len(managers):
                 break
+        self._parting = (request, full_length)
         return tuple([found[group] for group in range(len(managers))]), length
 
 
@@ -243,6 +264,7 @@ def make_coordinator(
     enable_kv_cache_events: bool = False,
     hash_block_size: int | None = None,
     eviction_policy: str = "lru",
+    window_retention: str = "all",
 ) -> KVCacheCoordinator:
     """The coordinator that fits: none of the prefix cache's work where caching is off, no rounds where one group is."""
     kind: type[KVCacheCoordinator]
@@ -260,4 +282,5 @@ def make_coordinator(
         enable_kv_cache_events=enable_kv_cache_events,
         hash_block_size=hash_block_size,
         eviction_policy=eviction_policy,
+        window_retention=window_retention,
     )

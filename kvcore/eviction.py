@@ -22,6 +22,7 @@ class EvictionPolicy(Protocol):
         """Takes blocks in that their last holder let go of, each list with the one to overwrite first in front.
 
         ``unhashed`` blocks are in no index and cannot be hit again, so that they go before every hashed one (rule 4).
+        With them come registered blocks that are not worth keeping (:mod:`kvcore.single_type.ends`).
         """
 
     def reuse(self, blocks: Sequence[KVCacheBlock]) -> None:

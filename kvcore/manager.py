@@ -51,6 +51,9 @@ class KVCacheManager:
         log_stats: Count lookups, see :meth:`make_prefix_cache_stats`.
         enable_kv_cache_events: Keep events, see :meth:`take_events`.
         eviction_policy: Which free block to overwrite next; "lru".
+        window_retention: What a window leaves behind is evicted in turn, like all else ("all", as in vLLM), or before
+            all else unless a later prompt is likely to join in there ("ends"). On models with windows, "ends" keeps
+            many times as many conversations in the cache.
         watermark: Share of the pool, from 0 to below 1, to leave free when a request that holds nothing yet is
             admitted.
         max_in_flight_tokens: Most tokens of one request in one step. With it, ``full_sequence_must_fit`` counts for a
@@ -75,6 +78,7 @@ class KVCacheManager:
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
         eviction_policy: str = "lru",
+        window_retention: str = "all",
         watermark: float = 0.0,
         max_in_flight_tokens: int | None = None,
     ) -> None:
@@ -95,6 +99,7 @@ class KVCacheManager:
             enable_kv_cache_events=enable_kv_cache_events,
             hash_block_size=hash_block_size,
             eviction_policy=eviction_policy,
+            window_retention=window_retention,
         )
         self.block_pool = self.coordinator.block_pool
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
@@ -254,7 +259,7 @@ class KVCacheManager:
                 return None
         if not coordinator.has_room(num_tokens, hits.blocks, total_computed, num_free_blocks - reserved_blocks):
             return None
-        coordinator.admit(request.request_id, hits.blocks, total_computed, num_external_computed_tokens)
+        coordinator.admit(request, hits.blocks, total_computed, num_external_computed_tokens)
         num_new_blocks = coordinator.num_new_blocks(request.request_id, num_tokens)
         groups = coordinator.append_new_blocks(request.request_id, num_new_blocks)
         num_finished_tokens = min(total_computed + num_new_tokens, num_tokens, request.num_tokens)

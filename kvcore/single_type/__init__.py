@@ -31,6 +31,7 @@ def make_single_type_manager(
     enable_caching: bool,
     alignment_tokens: int,
     max_blocks_per_request: int,
+    retain_ends: bool = False,
 ) -> SingleTypeKVCacheManager:
     """The manager for a spec of that kind.
 
@@ -46,6 +47,7 @@ def make_single_type_manager(
                 enable_caching=enable_caching,
                 alignment_tokens=alignment_tokens,
                 max_blocks_per_request=max_blocks_per_request,
+                retain_ends=retain_ends,
             )
     raise ConfigError(
         f"kv_cache_spec must be one of {', '.join(t.__name__ for t in _MANAGERS)}; got {type(kv_cache_spec).__name__}"

@@ -12,6 +12,7 @@ from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import InvariantError, StaleHitError
 from kvcore.request import RequestLike
+from kvcore.single_type.ends import Ends
 from kvcore.spec import KVCacheSpec, cdiv
 
 NEVER = sys.maxsize
@@ -32,11 +33,13 @@ class SingleTypeKVCacheManager(ABC):
         enable_caching: Register full blocks.
         alignment_tokens: Every hit length is a multiple of this: the least common multiple of the groups' block sizes.
         max_blocks_per_request: Most blocks that one request holds at once.
+        retain_ends: Of the blocks given back, overwrite those first that no known end of a prefix needs.
 
     Attributes:
         req_to_blocks: Block table of each request, by id. Append-only (rule 3), except that skipped blocks become null.
         num_cached_block: Leading blocks of each table that are registered, or never will be.
         num_skipped_block: Leading blocks of each table that are null.
+        ends: The known ends, with ``retain_ends``.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SingleTypeKVCacheManager(ABC):
         enable_caching: bool,
         alignment_tokens: int,
         max_blocks_per_request: int,
+        retain_ends: bool = False,
     ) -> None:
         self.kv_cache_spec = kv_cache_spec
         self.block_size = kv_cache_spec.block_size
@@ -59,6 +63,7 @@ class SingleTypeKVCacheManager(ABC):
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
         self.num_skipped_block: dict[str, int] = {}
+        self.ends = Ends(self.block_size, alignment_tokens, self.get_num_skipped_tokens) if retain_ends else None
         self._hashes_per_block = self.block_size // block_pool.hash_block_size
         # Whether each block is registered as soon as it is full, and nothing but that has to be done.
         self._registers_each = (
@@ -193,8 +198,7 @@ class SingleTypeKVCacheManager(ABC):
         freed = table[first:stop]
         table[first:stop] = [self.block_pool.null_block] * len(freed)
         self.num_skipped_block[request_id] = stop
-        freed.reverse()
-        self.block_pool.release(freed)
+        self._give_back(request_id, first, freed)
 
     def cache_blocks(self, request: RequestLike, num_tokens: int) -> None:
         """Registers the full blocks of the first ``num_tokens`` tokens. O(newly full blocks)."""
@@ -226,12 +230,24 @@ class SingleTypeKVCacheManager(ABC):
     def free(self, request_id: str) -> None:
         """Closes the table and frees its blocks, the last one first (rule 4). O(blocks)."""
         table = self.req_to_blocks.pop(request_id)
-        del self.num_cached_block[request_id]
+        num_cached = self.num_cached_block.pop(request_id)
         num_skipped = self.num_skipped_block.pop(request_id)
         if num_skipped:
             del table[:num_skipped]
-        table.reverse()
-        self.block_pool.release(table)
+        if self.ends is not None:
+            self.ends.note(request_id, num_cached * self.block_size)
+        self._give_back(request_id, num_skipped, table)
+        if self.ends is not None:
+            self.ends.forget(request_id)
+
+    def _give_back(self, request_id: str, first_block: int, blocks: list[KVCacheBlock]) -> None:
+        """Frees blocks that have left the table at ``first_block``, the last one first."""
+        if self.ends is not None:
+            spent, blocks = self.ends.split(request_id, first_block, blocks)
+            spent.reverse()
+            self.block_pool.release_spent(spent)
+        blocks.reverse()
+        self.block_pool.release(blocks)
 
     # -- looking --------------------------------------------------------------------------------------------------
 

@@ -43,10 +43,11 @@ def test_hits_tables_and_eviction_order_follow_the_rules_for_many_random_operati
 @pytest.mark.parametrize(
     "groups", ["full", "sliding:6", "chunked:6", "full sliding:6", "sliding:3/2 chunked:12/8 full/4"]
 )
-@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "not cached"])
-def test_no_call_corrupts_the_books_whatever_its_arguments(groups: str, enable_caching: bool) -> None:
-    cache = Cache(groups, options={"enable_caching": enable_caching})
-    run_machine(cache, thorough=True, machine=AnythingGoes)
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_caching": False}, {"window_retention": "ends"}], ids=["cached", "not cached", "ends"]
+)
+def test_no_call_corrupts_the_books_whatever_its_arguments(groups: str, options: dict[str, object]) -> None:
+    run_machine(Cache(groups, options=options), thorough=True, machine=AnythingGoes)
 
 
 @pytest.mark.parametrize("groups", [["chunked:6"], ["sliding:1"], ["full", "chunked:6"]])
