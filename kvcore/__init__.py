@@ -25,6 +25,7 @@ from kvcore.errors import (
     InvariantError,
     KVCacheError,
     OutOfBlocksError,
+    PinError,
     QueueError,
     RequestProtocolError,
     StaleHitError,
@@ -38,6 +39,7 @@ from kvcore.hashing import BlockHasher
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request, RequestLike
+from kvcore.residency import Pin
 from kvcore.single_type import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
@@ -94,6 +96,8 @@ __all__ = [
     "LoRAAdapter",
     "MultiModalItem",
     "OutOfBlocksError",
+    "Pin",
+    "PinError",
     "PrefixCacheStats",
     "QueueError",
     "Request",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 from kvcore.block_pool import BlockPool
@@ -194,9 +194,13 @@ class KVCacheCoordinator(ABC):
         """The block tables themselves: they change as the request runs."""
         return tuple([manager.req_to_blocks[request_id] for manager in self.single_type_managers])
 
-    def check_invariants(self) -> None:
-        """Compares the tables of every group with their counts and with the pool. O(pool + blocks in tables)."""
-        holders: Counter[int] = Counter()
+    def check_invariants(self, pinned: Mapping[int, int] | None = None) -> None:
+        """Compares the tables of every group with their counts and with the pool. O(pool + blocks in tables).
+
+        Args:
+            pinned: How often each block id is held by something that is no request.
+        """
+        holders = Counter(pinned)
         for manager in self.single_type_managers:
             manager.check_invariants()
             for table in manager.req_to_blocks.values():

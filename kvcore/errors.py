@@ -55,6 +55,10 @@ class StaleHitError(KVCacheError, ValueError):
     """A hit block no longer holds what the lookup found: it was evicted between the lookup and the allocation."""
 
 
+class PinError(KVCacheError, ValueError):
+    """A prefix that cannot be pinned, or is not pinned."""
+
+
 class ForeignBlockError(KVCacheError, ValueError):
     """A block, or a block id, that is not of this pool."""
 

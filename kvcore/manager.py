@@ -20,6 +20,7 @@ from kvcore.events import BlockStored, KVCacheEvent
 from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
+from kvcore.residency import Residency
 from kvcore.spec import KVCacheConfig, require_positive
 from kvcore.stats import PrefixCacheStats
 
@@ -56,12 +57,14 @@ class KVCacheManager:
             many times as many conversations in the cache.
         watermark: Share of the pool, from 0 to below 1, to leave free when a request that holds nothing yet is
             admitted.
+        pin_limit: Most of the pool, from 0 to below 1, that ``residency`` may pin.
         max_in_flight_tokens: Most tokens of one request in one step. With it, ``full_sequence_must_fit`` counts for a
             window only what it holds at once; None: the whole length.
 
     Attributes:
         coordinator: The layer below. Read only.
         block_pool: The pool. Read only.
+        residency: Keeps prefixes in the cache: pins, and what will be asked for soon.
         empty_kv_cache_blocks: No blocks, for as many groups as there are.
 
     Raises:
@@ -80,13 +83,15 @@ class KVCacheManager:
         eviction_policy: str = "lru",
         window_retention: str = "all",
         watermark: float = 0.0,
+        pin_limit: float = 0.5,
         max_in_flight_tokens: int | None = None,
     ) -> None:
         require_positive(max_model_len=max_model_len)
         if max_in_flight_tokens is not None:
             require_positive(max_in_flight_tokens=max_in_flight_tokens)
-        if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
-            raise ConfigError(f"watermark is a share of the pool, from 0 to below 1, got {watermark!r}")
+        for name, share in (("watermark", watermark), ("pin_limit", pin_limit)):
+            if not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
+                raise ConfigError(f"{name} is a share of the pool, from 0 to below 1, got {share!r}")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -105,6 +110,7 @@ class KVCacheManager:
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kv_cache_config.kv_cache_groups))
         self._holders: dict[str, Holder] = {}
+        self.residency = Residency(self.coordinator, max_model_len, int(pin_limit * kv_cache_config.num_blocks))
         self._stats = PrefixCacheStats()
         self._found: _Found | None = None  # the last lookup's answer, until a request is admitted
 
@@ -435,7 +441,7 @@ class KVCacheManager:
         """
         self._holder(request_id)
         return [
-            manager.get_num_common_prefix_blocks(request_id, len(self._holders))
+            manager.get_num_common_prefix_blocks(request_id, len(self._holders), self.residency.counts)
             for manager in self.coordinator.single_type_managers
         ]
 
@@ -450,7 +456,7 @@ class KVCacheManager:
                 raise InvariantError(
                     f"{manager!r} has tables of {set(manager.req_to_blocks)}, not of {set(self._holders)}"
                 )
-        self.coordinator.check_invariants()
+        self.coordinator.check_invariants(self.residency.counts)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -262,8 +262,11 @@ class SingleTypeKVCacheManager(ABC):
         next_full = (self.num_cached_block[request_id] + 1) * self.block_size
         return -(-next_full // self.alignment_tokens) * self.alignment_tokens
 
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Leading blocks of the request that all running requests hold."""
+    def get_num_common_prefix_blocks(
+        self, request_id: str, num_running_requests: int, pinned: Mapping[int, int]
+    ) -> int:
+        """Leading blocks of the request that all running requests hold; ``pinned``: how often something else does, by
+        block id."""
         return 0
 
     def _cached_run(self, request: RequestLike, first_block: int, stop_block: int) -> list[KVCacheBlock]:

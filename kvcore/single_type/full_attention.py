@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvcore.blocks import KVCacheBlock
 from kvcore.request import RequestLike
 from kvcore.single_type.base import SingleTypeKVCacheManager
@@ -18,11 +20,13 @@ class FullAttentionManager(SingleTypeKVCacheManager):
             del blocks[(hit_length - excess) // self.block_size :]
         return blocks
 
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+    def get_num_common_prefix_blocks(
+        self, request_id: str, num_running_requests: int, pinned: Mapping[int, int]
+    ) -> int:
         """Leading blocks that all running requests hold. O(common blocks)."""
         common = 0
         for block in self.req_to_blocks[request_id]:
-            if block.ref_cnt != num_running_requests:
+            if block.ref_cnt - pinned.get(block.block_id, 0) != num_running_requests:
                 break
             common += 1
         return common

@@ -44,6 +44,7 @@ from kvcore import (
     KVCacheSpec,
     LoRAAdapter,
     MultiModalItem,
+    Pin,
     Request,
     StaleHitError,
     UnknownRequestError,
@@ -954,6 +955,7 @@ class AnythingGoes(RuleBasedStateMachine):
             for name, length, hasher in zip("aabc", lengths, hashers, strict=True)
         ]
         foreign = make_manager(8, groups=specs).block_pool.blocks[1:2]
+        self.pins: list[Pin] = []
         self.hits: deque[tuple[KVCacheBlocks | None, int]] = deque(maxlen=5)
         self.hits += [(None, 0), (KVCacheBlocks(tuple(foreign for _ in specs)), specs[0].block_size)]
 
@@ -1031,6 +1033,24 @@ class AnythingGoes(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self._call(self.manager.reset_prefix_cache)
+
+    @rule(pick=picks)
+    def pin(self, pick: int) -> None:
+        pin = self._call(self.manager.residency.pin, self._pick(pick))
+        if pin is not None:
+            self.pins.append(pin)
+
+    @precondition(lambda self: self.pins)
+    @rule(pick=picks, again=rarely)
+    def unpin(self, pick: int, again: bool) -> None:
+        pin = self.pins[pick % len(self.pins)]
+        self._call(self.manager.residency.unpin, pin)
+        if not again:
+            self.pins.remove(pin)
+
+    @rule(pick=picks)
+    def expect(self, pick: int) -> None:
+        self._call(self.manager.residency.expect, self._pick(pick))
 
     @invariant()
     def the_books_agree_with_themselves(self) -> None:
