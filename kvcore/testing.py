@@ -36,6 +36,7 @@ __all__ = [
     "ShadowMemory",
     "admit",
     "assert_eviction_order",
+    "cache_prompt",
     "first_position_read",
     "free_block_ids",
     "make_manager",
@@ -116,6 +117,23 @@ def admit(manager: KVCacheManager, request: Request) -> int:
         raise AssertionError(f"{request!r} with {num_hit_tokens} hit tokens does not fit into {manager.block_pool!r}")
     request.num_computed_tokens = request.num_tokens
     return num_hit_tokens
+
+
+def cache_prompt(manager: KVCacheManager, request_id: str, token_ids: Iterable[int]) -> Request:
+    """Runs a prompt to its end and frees it, so that its full blocks are in the cache, the ones used last.
+
+    A pool in a given state is made by a few of these, the one to be evicted first in front.
+
+    Returns:
+        The finished request.
+
+    Raises:
+        AssertionError: It does not fit.
+    """
+    request = make_request(request_id, token_ids, manager)
+    admit(manager, request)
+    manager.free(request)
+    return request
 
 
 def table(manager: KVCacheManager, request: Request, group: int = 0) -> list[int]:

@@ -7,17 +7,13 @@ from itertools import count
 import pytest
 
 from kvcore import BlockHasher, ConfigError, KVCacheManager, PinError, Request
-from kvcore.testing import admit, assert_eviction_order, make_manager, make_request, make_spec, table
+from kvcore.testing import admit, assert_eviction_order, cache_prompt, make_manager, make_request, make_spec, table
 
 PREFIX = range(100, 108)
 
 
-def cache(manager: KVCacheManager, tokens: range | list[int], name: str = "cached") -> Request:
-    """A finished request whose blocks are in the cache."""
-    request = make_request(name, tokens, manager)
-    admit(manager, request)
-    manager.free(request)
-    return request
+def cache(manager: KVCacheManager, tokens: range | list[int]) -> Request:
+    return cache_prompt(manager, "cached", tokens)
 
 
 NEW_TOKENS = count(1000)

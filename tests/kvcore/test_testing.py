@@ -22,6 +22,7 @@ from kvcore.testing import (
     ShadowMemory,
     admit,
     assert_eviction_order,
+    cache_prompt,
     first_position_read,
     free_block_ids,
     make_manager,
@@ -246,3 +247,12 @@ def test_shadow_memory_keeps_nothing_of_requests_that_are_gone() -> None:
 def test_the_helpers_need_no_test_framework() -> None:
     code = "import sys, kvcore.testing; sys.exit(any(m in sys.modules for m in ('pytest', 'hypothesis', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_prompt_is_cached_by_running_it_to_its_end() -> None:
+    manager = make_manager(8)
+    first = cache_prompt(manager, "first", range(10))
+    cache_prompt(manager, "second", range(100, 104))
+    assert_eviction_order(manager, [4, 5, 6, 7, 2, 1, 3])
+    assert manager.usage == 0
+    assert admit(manager, make_request("again", first.all_token_ids, manager)) == 8
