@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from fractions import Fraction
 from typing import Any
 
 from kvcore import __version__
+from kvcore.arguments import count, number_of_bytes
 from kvcore.errors import ConfigError, KVCacheError
 from kvcore.planning import CapacityReport, capacity_report
 from kvcore.planning_hf import max_model_len_from_hf_config, plan_from_hf_config
 from kvcore.spec import DTYPE_BYTES, KVCacheConfig
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
-}
-"""Bytes in a unit of memory, by its name in small letters."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,28 +53,30 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("config", metavar="CONFIG", help="config.json of a transformers model, or the folder it is in")
     size = plan.add_mutually_exclusive_group(required=True)
-    size.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory for the cache: 8GiB, 500MB, or bytes")
-    size.add_argument("--num-blocks", type=_count, metavar="N", help="blocks in the pool, instead of --memory")
-    plan.add_argument("--block-size", type=_count, default=16, metavar="N", help="tokens per block (default: 16)")
+    size.add_argument(
+        "--memory", type=number_of_bytes, metavar="SIZE", help="memory for the cache: 8GiB, 500MB, or bytes"
+    )
+    size.add_argument("--num-blocks", type=count, metavar="N", help="blocks in the pool, instead of --memory")
+    plan.add_argument("--block-size", type=count, default=16, metavar="N", help="tokens per block (default: 16)")
     plan.add_argument(
         "--dtype", choices=DTYPE_BYTES, metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} (default: the config's)"
     )
     plan.add_argument(
-        "--group-size", type=_count, metavar="N", help="most layers in a group (default: that of the rarest kind)"
+        "--group-size", type=count, metavar="N", help="most layers in a group (default: that of the rarest kind)"
     )
     plan.add_argument("--pad-pages", action="store_true", help="pad pages that cannot be made equal, do not refuse")
     plan.add_argument(
-        "--max-model-len", type=_count, metavar="N", help="longest request in tokens (default: the config's limit)"
+        "--max-model-len", type=count, metavar="N", help="longest request in tokens (default: the config's limit)"
     )
     plan.add_argument(
         "--max-in-flight-tokens",
-        type=_count,
+        type=count,
         metavar="N",
         help="most tokens of one request in one step; without it windows are counted at the request's whole length",
     )
     plan.add_argument(
         "--length",
-        type=_count,
+        type=count,
         action="append",
         default=[],
         metavar="N",
@@ -145,25 +138,3 @@ def _plan_values(config: KVCacheConfig, report: CapacityReport) -> dict[str, Any
             "bytes_per_old_token": report.bytes_per_old_token,
         },
     }
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return value
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of bytes, or one with a unit (8GiB, 1.5GiB, 500MB), got {text!r}"
-        )
-    value = int(Fraction(match[1]) * _UNITS[match[2]])
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least one byte, got {text!r}")
-    return value
