@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kvcore.planning_hf import max_model_len_from_hf_config
+from kvcore.planning_text import size
 from runner.errors import EngineConfigError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Element types of weights and cache, by the names that torch has for them."""
 
 DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
 GPU_KV_CACHE_SHARE = 0.8
@@ -18,8 +25,8 @@ class EngineConfig:
     """Settings of an :class:`~runner.engine.Engine`.
 
     Args:
-        dtype: Element type of weights and cache, "float32" or "bfloat16" for example. None: float32 on a CPU, which is
-            exact and often faster there; elsewhere what the model was saved in.
+        dtype: Element type of weights and cache, a name in :data:`DTYPES`. None: float32 on a CPU, which is exact and
+            often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
         attention_backend: A name in :data:`runner.attention.BACKENDS`.
         block_size: Tokens per block. Layers that store fewer bytes per token than others get longer blocks.
@@ -37,8 +44,8 @@ class EngineConfig:
         hash_algorithm: A name in :data:`kvcore.hashing.ALGORITHMS`.
 
     Raises:
-        EngineConfigError: A number out of its range, fewer tokens a step than requests, or both sizes of the cache
-            given.
+        EngineConfigError: A number out of its range, an unknown dtype, fewer tokens a step than requests, or both sizes
+            of the cache given.
     """
 
     dtype: str | None = None
@@ -57,18 +64,12 @@ class EngineConfig:
     hash_algorithm: str = "xxh3"
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size", "kv_cache_memory", "num_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise EngineConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("growth_tokens", "max_overtakes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise EngineConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
+        self._check_whole(1, "block_size kv_cache_memory num_blocks max_model_len max_num_batched_tokens max_num_seqs")
+        self._check_whole(0, "growth_tokens max_overtakes")
         if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise EngineConfigError(f"watermark must be a share from 0 to below 1, got {self.watermark!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise EngineConfigError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {self.dtype!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise EngineConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
@@ -77,16 +78,70 @@ class EngineConfig:
         if self.kv_cache_memory is not None and self.num_blocks is not None:
             raise EngineConfigError("pass either kv_cache_memory or num_blocks, not both")
 
-    def torch_device(self) -> torch.device:
-        """The device, chosen if none was named."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def _check_whole(self, at_least: int, names: str) -> None:
+        for name in names.split():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < at_least):
+                raise EngineConfigError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
 
-    def cache_bytes(self) -> int | None:
-        """Bytes for the cache; None where ``num_blocks`` says how large it is. Asks a GPU how much is free now."""
+    def torch_device(self) -> torch.device:
+        """The device, chosen if none was named.
+
+        Raises:
+            EngineConfigError: It does not exist here.
+        """
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.zeros(1, device=device).item()
+        except Exception as error:  # torch has no class for it: AssertionError where it was built without CUDA
+            raise EngineConfigError(f"device {self.device!r} cannot be used: {error}") from error
+        return device
+
+    def longest_sequence(self, model_config: Any) -> int:
+        """``max_model_len``, or what a model was made for.
+
+        Args:
+            model_config: The model's config.
+
+        Raises:
+            EngineConfigError: It is more than that, or neither says how long.
+        """
+        longest = max_model_len_from_hf_config(model_config)
+        if self.max_model_len is None and longest is None:
+            raise EngineConfigError("the model does not say how long its sequences may be: pass max_model_len")
+        if self.max_model_len is not None and longest is not None and self.max_model_len > longest:
+            raise EngineConfigError(
+                f"max_model_len={self.max_model_len:,} is more than the {longest:,} tokens the model was made for "
+                "(max_position_embeddings)"
+            )
+        return self.max_model_len or longest or 0
+
+    def cache_bytes(self, device: torch.device) -> int | None:
+        """Bytes for the cache on that device; None where ``num_blocks`` says how large it is.
+
+        Asks a GPU how much is free now.
+        """
         if self.num_blocks is not None or self.kv_cache_memory is not None:
             return self.kv_cache_memory
-        device = self.torch_device()
         if device.type != "cuda":
             return DEFAULT_CPU_KV_CACHE_BYTES
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_KV_CACHE_SHARE)
+
+
+def check_memory(cache_bytes: int, device: torch.device) -> None:
+    """Refuse a cache that is larger than the machine's memory: a CPU's would be noticed only when it is full.
+
+    Raises:
+        EngineConfigError: With both sizes.
+    """
+    if device.type != "cpu" or not hasattr(os, "sysconf"):
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cache_bytes > memory:
+        raise EngineConfigError(
+            f"the cache takes {size(cache_bytes)} and this machine has {size(memory)} of memory: lower kv_cache_memory "
+            "or num_blocks"
+        )

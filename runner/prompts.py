@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from runner.errors import RunnerError
@@ -24,34 +25,66 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises:
         RunnerError: It is none of these, the tokenizer or its chat template does not take it, or there is none.
     """
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-        return [token for token in prompt if isinstance(token, int)]
-    if tokenizer is None:
-        raise RunnerError("this engine has no tokenizer: give prompts as token ids")
     if isinstance(prompt, str):
         return _of_text(tokenizer, prompt)
-    messages = [dict(message) for message in prompt if isinstance(message, Mapping)]
-    if len(messages) < len(prompt):
-        raise RunnerError(f"a prompt is text, whole numbers (token ids) or messages (role and content), got {prompt!r}")
+    parts = _parts(prompt)
+    if all(isinstance(part, Integral) for part in parts):
+        return [int(part) for part in parts]
+    if all(isinstance(part, Mapping) for part in parts):
+        return _of_conversation(tokenizer, parts)
+    raise _no_prompt(prompt)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, of any of the three kinds, as a list of one.
+
+    Raises:
+        RunnerError: It can be neither a prompt nor several.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    parts = _parts(prompts)
+    return [parts] if parts and isinstance(parts[0], (Integral, Mapping)) else parts
+
+
+def _parts(prompt: object) -> list[Any]:
+    """What prompts, or a prompt that is no text, consist of."""
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise _no_prompt(prompt)
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise RunnerError(f"the model's chat template does not take this conversation: {error}") from error
-    return list(encoded["input_ids"])
+        return list(prompt)
+    except TypeError as error:  # a tensor without dimensions calls itself iterable
+        raise _no_prompt(prompt) from error
+
+
+def _no_prompt(prompt: object) -> RunnerError:
+    return RunnerError(
+        "a prompt is text, whole numbers (token ids) or messages (mappings with role and content), got "
+        f"{reprlib.repr(prompt)}"
+    )
 
 
 def _of_text(tokenizer: Any, text: str) -> list[int]:
+    _check_tokenizer(tokenizer)
     try:
         return list(tokenizer(text)["input_ids"])
     except (TypeError, ValueError) as error:  # a lone surrogate, say, which JSON can carry
         raise RunnerError(f"the tokenizer does not take this text: {error}") from error
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, of any of the three kinds, as a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, Mapping))):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _of_conversation(tokenizer: Any, messages: list[Any]) -> list[int]:
+    _check_tokenizer(tokenizer)
+    conversation = [dict(message) for message in messages]
+    try:
+        encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # a template is a program, and may end with any of them
+        raise RunnerError(f"the model's chat template does not take this conversation: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise RunnerError("this engine has no tokenizer: give prompts as token ids")
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from runner import (
     Engine,
-    EngineConfig,
     EngineConfigError,
     RequestRefusedError,
     RunnerError,
     SamplingParams,
+    SamplingParamsError,
 )
 from runner.async_engine import AsyncEngine, EngineClosedError, EngineFullError, EngineStepError
-from tests.runner.byte_tokenizer import byte_tokenizer
-from tests.runner.small_models import small_model
+from tests.runner.byte_model import byte_engine
 
 LONG = SamplingParams(max_tokens=300)
 SHORT = SamplingParams(max_tokens=12)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    model = small_model("llama", seed=3, vocab_size=300)
-    # Only bytes come out, no end of sequence.
-    model.get_output_embeddings().weight.data[256:] = 0
-    return model
-
-
 @pytest.fixture
-def engine(model: PreTrainedModel) -> Engine:
-    return Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=400, max_num_batched_tokens=256))
+def engine() -> Engine:
+    return byte_engine(num_blocks=400, max_num_batched_tokens=256)
 
 
 def serve(
@@ -87,9 +78,9 @@ def test_many_streams_at_once_say_what_the_engine_says_alone(engine: Engine) -> 
 
 def test_generate_gives_the_finished_output_and_counts_cached_tokens(engine: Engine) -> None:
     async def scenario(served: AsyncEngine) -> None:
-        first = await served.generate("x" * 40, SHORT)
-        second = await served.generate("x" * 40, SHORT)
-        salted = await served.generate("x" * 40, SHORT, cache_salt="mine")
+        (first,) = await served.generate("x" * 40, SHORT)
+        (second,) = await served.generate("x" * 40, SHORT)
+        (salted,) = await served.generate("x" * 40, SHORT, cache_salt="mine")
         assert [output.num_cached_tokens for output in (first, second, salted)] == [0, 32, 0]
         assert first.text == second.text == salted.text
         assert first.finished
@@ -156,7 +147,7 @@ def test_a_refusal_reaches_its_own_caller_and_no_other(engine: Engine) -> None:
             await served.generate("b", request_id="mine")
         with pytest.raises(RequestRefusedError, match="prompt is empty"):
             await served.generate("")
-        with pytest.raises(RequestRefusedError, match="token 300; the model knows 0 to 299"):
+        with pytest.raises(RequestRefusedError, match="go from 0 to 299, got 300"):
             await served.generate([1, 300])
         with pytest.raises(RequestRefusedError, match="more than max_model_len"):
             await served.stream("c", SamplingParams(max_tokens=5000)).start()
@@ -165,31 +156,34 @@ def test_a_refusal_reaches_its_own_caller_and_no_other(engine: Engine) -> None:
     serve(engine, scenario)
 
 
-def test_a_full_queue_is_refused_with_the_numbers_and_has_room_again_later(model: PreTrainedModel) -> None:
-    engine = Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=60, max_num_seqs=2))
+def test_a_full_queue_is_refused_with_the_numbers_and_has_room_again_later() -> None:
+    engine = byte_engine(num_blocks=60, max_num_seqs=2)
 
     async def scenario(served: AsyncEngine) -> None:
         streams = [served.stream(f"{i}", LONG) for i in range(5)]
         for stream in streams[:4]:
             await stream.start()
-        with pytest.raises(EngineFullError, match=r"max_queued_requests=2 may queue; try again later"):
+        with pytest.raises(
+            EngineFullError,
+            match="max_queued_requests=2 may queue: no room for 1 more; try again later",
+        ):
             await streams[4].start()
         streams[0].close()
         await until(lambda: served.stats.waiting < 2)
-        assert (await served.generate("later", SHORT)).finish_reason == "length"
+        assert (await served.generate("later", SHORT))[0].finish_reason == "length"
         for stream in streams:
             stream.close()
 
     serve(engine, scenario, max_queued_requests=2)
 
 
-def test_where_nobody_may_queue_as_many_are_taken_as_can_start(model: PreTrainedModel) -> None:
-    engine = Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=60, max_num_seqs=3))
+def test_where_nobody_may_queue_as_many_are_taken_as_can_start() -> None:
+    engine = byte_engine(num_blocks=60, max_num_seqs=3)
 
     async def scenario(served: AsyncEngine) -> None:
         results = await asyncio.gather(*(served.generate("a", SHORT) for _ in range(5)), return_exceptions=True)
         assert [isinstance(result, EngineFullError) for result in results] == [False] * 3 + [True] * 2
-        assert (await served.generate("a", SHORT)).finished
+        assert (await served.generate("a", SHORT))[0].finished
 
     serve(engine, scenario, max_queued_requests=0)
 
@@ -211,7 +205,7 @@ def test_a_step_that_fails_fails_every_stream_and_the_next_request_is_served(
                 with pytest.raises(EngineStepError, match=r"ended all 3 .* MemoryError: no room for act") as caught:
                     _ = [output async for output in stream]
                 assert isinstance(caught.value.__cause__, MemoryError)
-        assert (await served.generate("d", SHORT)).finish_reason == "length"
+        assert (await served.generate("d", SHORT))[0].finish_reason == "length"
 
     serve(engine, scenario)
 
@@ -281,13 +275,13 @@ def test_an_idle_engine_uses_no_processor_time(engine: Engine) -> None:
 
 def test_one_engine_serves_several_event_loops_one_after_the_other(engine: Engine) -> None:
     served = AsyncEngine(engine)
-    texts = [asyncio.run(served.generate("again", SHORT)).text for _ in range(2)]
+    texts = [asyncio.run(served.generate("again", SHORT))[0].text for _ in range(2)]
     asyncio.run(served.aclose())
     assert texts[0] == texts[1]
 
 
-def test_what_is_more_urgent_runs_first(model: PreTrainedModel) -> None:
-    engine = Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=60, max_num_seqs=1))
+def test_what_is_more_urgent_runs_first() -> None:
+    engine = byte_engine(num_blocks=60, max_num_seqs=1)
 
     async def scenario(served: AsyncEngine) -> None:
         blocker = served.stream("in the way", LONG)
@@ -308,14 +302,185 @@ def test_what_is_more_urgent_runs_first(model: PreTrainedModel) -> None:
     serve(engine, scenario)
 
 
-def test_a_stream_is_one_answer(engine: Engine) -> None:
+def test_several_prompts_with_several_answers_each_are_one_stream(engine: Engine) -> None:
+    prompts = ["A shared beginning, then one", "A shared beginning, then another"]
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=4, n=3)
+    expected = [(output.index, output.choice, output.text) for output in engine.generate(prompts, params)]
+
     async def scenario(served: AsyncEngine) -> None:
-        with pytest.raises(RunnerError, match="n is 3"):
-            await served.generate("a", SamplingParams(n=3))
+        texts: dict[tuple[int, int], str] = {}
+        finished = []
+        async for output in served.stream(prompts, params, request_id="mine"):
+            place = (output.index, output.choice)
+            texts[place] = texts.get(place, "") + output.delta
+            assert texts[place] == output.text
+            if output.finished:
+                finished.append(output.request_id)
+        assert sorted(finished) == [f"mine-{i}" for i in range(6)]
+        assert [(*place, text) for place, text in sorted(texts.items())] == expected
+        outputs = await served.generate(prompts, params)
+        assert [(output.index, output.choice, output.text) for output in outputs] == expected
+        assert await served.generate([]) == []
 
     serve(engine, scenario)
 
 
-def test_a_negative_queue_is_refused(engine: Engine) -> None:
-    with pytest.raises(EngineConfigError, match="max_queued_requests must be at least 0, got -1"):
-        AsyncEngine(engine, max_queued_requests=-1)
+def test_of_several_prompts_all_are_queued_or_none(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        with pytest.raises(RequestRefusedError, match="prompt is empty"):
+            await served.generate(["fine", "", "fine"], LONG)
+        with pytest.raises(RequestRefusedError, match=r"66 requests at once are more than .* ask for 65 at most"):
+            await served.stream(["fine"] * 66, LONG).start()
+        await served.stream(["fine"] * 65, LONG, request_id="taken").start()  # and dropped
+        first = served.stream("a", LONG, request_id="mine-1")
+        await first.start()
+        with pytest.raises(RequestRefusedError, match="'mine-1' is in use"):
+            await served.generate(["a", "b"], LONG, request_id="mine")
+        await until(lambda: served.stats.running == 1)
+        with pytest.raises(EngineFullError, match=r"1 requests run and 0 wait, .* no room for 65 more"):
+            await served.generate(["a"] * 65, LONG)
+        assert (served.stats.running, served.stats.waiting) == (1, 0)
+        first.close()
+
+    serve(engine, scenario, max_queued_requests=1)
+
+
+def test_one_of_several_requests_may_be_aborted_and_the_others_go_on(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        stream = served.stream(["a", "b"], SamplingParams(max_tokens=40), request_id="mine")
+        await anext(stream)
+        await served.abort("mine-0")
+        reasons = {output.index: output.finish_reason async for output in stream if output.finished}
+        assert reasons == {0: "abort", 1: "length"}
+
+    serve(engine, scenario)
+
+
+def test_closing_a_stream_wakes_a_task_that_waits_for_it(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        blocker = served.stream("in the way", LONG)
+        await blocker.start()
+        stream = served.stream("never begun", SHORT)
+        await stream.start()
+        waiting = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0)
+        stream.close()
+        stream.close()
+        assert await waiting is None
+        blocker.close()
+
+    serve(byte_engine(num_blocks=60, max_num_seqs=1), scenario)
+
+
+def test_two_tasks_may_share_a_stream_and_both_come_to_its_end(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        stream = served.stream("shared", SHORT)
+
+        async def deltas() -> list[tuple[int, str]]:
+            return [(len(output.token_ids), output.delta) async for output in stream]
+
+        taken = [piece for pieces in await asyncio.gather(deltas(), deltas()) for piece in pieces]
+        (alone,) = await served.generate("shared", SHORT)
+        assert "".join(delta for _, delta in sorted(taken)) == alone.text
+
+    serve(engine, scenario)
+
+
+def test_an_error_in_a_consumer_aborts_its_own_request_only(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        async def consume(prompt: str, *, fails: bool) -> str:
+            async for output in served.stream(prompt, SamplingParams(max_tokens=40)):
+                if fails and output.token_ids:
+                    raise ZeroDivisionError("in the consumer")
+            return output.text
+
+        results = await asyncio.gather(
+            consume("a", fails=True), consume("b", fails=False), consume("c", fails=True), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [ZeroDivisionError, str, ZeroDivisionError]
+        await until(lambda: served.stats.running == 0)
+        assert served.stats.num_finished_requests == 1
+
+    serve(engine, scenario)
+
+
+def test_requests_of_an_event_loop_that_has_ended_are_aborted(engine: Engine) -> None:
+    served = AsyncEngine(engine)
+    streams = [served.stream("left behind", LONG), served.stream(["left", "behind"], LONG)]
+
+    async def begin() -> None:
+        for stream in streams:
+            await anext(stream)
+
+    async def end() -> None:
+        await until(lambda: served.stats.running == 0)
+        assert served.stats.usage == 0
+        await served.aclose()
+
+    asyncio.run(begin())
+    asyncio.run(asyncio.wait_for(end(), 60))
+    assert served.stats.num_finished_requests == 0
+    engine.manager.check_invariants()
+
+
+def test_streams_that_are_started_closed_cancelled_and_aborted_at_random_leave_nothing(engine: Engine) -> None:
+    rng = random.Random(0)
+    ended: Counter[str] = Counter()
+
+    async def one(served: AsyncEngine, number: int) -> None:
+        name = f"r{number}"
+        prompts = [f"Shared beginning {number % 3}, number {i}" for i in range(rng.randint(1, 3))]
+        stream = served.stream(prompts, SamplingParams(max_tokens=rng.randint(1, 30), n=rng.randint(1, 2)))
+        how = rng.choice(["read", "close", "abort", "drop", "fail"])
+        try:
+            for _ in range(rng.randint(0, 8)):
+                output = await anext(stream, None)
+                if output is None:
+                    break
+                name = output.request_id
+            if how == "read":
+                _ = [output async for output in stream]
+            elif how == "close":
+                stream.close()
+            elif how == "abort":
+                await asyncio.gather(served.abort(name), served.abort(name), return_exceptions=True)
+            elif how == "fail":
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        ended[how] += 1
+
+    async def scenario(served: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(one(served, number)) for number in range(60)]
+        for task in rng.sample(tasks, 15):
+            await asyncio.sleep(rng.random() / 50)
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert sum(not task.cancelled() for task in tasks) == ended.total()
+        assert all(task.cancelled() or task.exception() is None for task in tasks)
+
+    serve(engine, scenario)
+    assert len(ended) == 5
+
+
+def test_what_is_no_prompt_or_no_sampling_params_is_refused_and_hurts_nobody(engine: Engine) -> None:
+    async def scenario(served: AsyncEngine) -> None:
+        running = asyncio.create_task(served.generate("a", SamplingParams(max_tokens=60)))
+        for prompt in (None, 7, {"role": "user"}, b"bytes", [None], [[1], [None]]):
+            with pytest.raises(RunnerError, match="a prompt is text, whole numbers"):
+                await served.generate(prompt)  # type: ignore[arg-type]
+        with pytest.raises(SamplingParamsError, match=r"must be a SamplingParams, got \{'max_tokens': 5}"):
+            await served.generate("a", {"max_tokens": 5})  # type: ignore[arg-type]
+        with pytest.raises(RequestRefusedError, match="priority must be a whole number"):
+            await served.generate("a", priority="high")  # type: ignore[arg-type]
+        with pytest.raises(RequestRefusedError, match="request_id must be text"):
+            await served.generate("a", request_id=5)  # type: ignore[arg-type]
+        assert len((await running)[0].token_ids) == 60
+
+    serve(engine, scenario)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many"])
+def test_a_queue_that_is_no_number_of_requests_is_refused(engine: Engine, value: Any) -> None:
+    with pytest.raises(EngineConfigError, match="max_queued_requests must be a whole number of at least 0, got"):
+        AsyncEngine(engine, max_queued_requests=value)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from runner import cli
+from tests.runner.byte_model import byte_model
 from tests.runner.byte_tokenizer import byte_tokenizer
-from tests.runner.small_models import small_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--kv-cache-memory", "4MiB", "--max-tokens", "6"]
@@ -26,10 +26,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    model = small_model("llama", seed=3, vocab_size=300)
-    # Only printable ASCII comes out: answers stay on their lines.
-    model.get_output_embeddings().weight.data[94:] = 0
-    model.save_pretrained(folder)
+    byte_model(94).save_pretrained(folder)  # only printable ASCII comes out: answers stay on their lines
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -114,6 +111,22 @@ def test_an_interrupted_answer_stays_in_the_conversation_as_far_as_it_came(
     assert len(prompts[1][1]) == 3
 
 
+@pytest.mark.parametrize("command", [["generate", "a"], ["chat"], ["bench", "--requests", "1"]], ids=str)
+def test_every_command_says_on_stderr_what_it_runs_on(run: Run, folder: str, command: list[str]) -> None:
+    options = ["--block-size", "32", "--attention-backend", "torch", "--dtype", "bfloat16", "--max-num-seqs", "3"]
+    status, out, err = run(
+        *command, "--model", folder, *SMALL, *options, "--max-num-batched-tokens", "128", stdin="a\n"
+    )
+    assert status == 0
+    lines = err.splitlines()
+    assert lines[0].startswith("model          LlamaForCausalLM")
+    assert "runs on        cpu, bfloat16, attention: torch" in lines
+    assert "requests       up to 3 at once, 128 tokens a step" in lines
+    assert "prefix hits    multiples of 32 tokens" in lines
+    assert "memory         256 blocks x 16.00 KiB = 4.00 MiB" in lines
+    assert "runs on" not in out
+
+
 def test_bench_prints_what_was_cached_cold_and_warm(run: Run, folder: str) -> None:
     arguments = ["--requests", "4", "--prefix-tokens", "64", "--suffix-tokens", "8", *SMALL]
     status, out, _ = run("bench", "--model", folder, *arguments)
@@ -134,13 +147,24 @@ def test_bench_prints_what_was_cached_cold_and_warm(run: Run, folder: str) -> No
     ("arguments", "message"),
     [
         (["--model", "/nowhere", "a"], "no model at '/nowhere'"),
-        (["--kv-cache-memory", "lots", "a"], "expected bytes, or a number with a unit (8GiB, 500MB), got 'lots'"),
+        (
+            ["--kv-cache-memory", "lots", "a"],
+            "expected a number of bytes, or one with a unit (8GiB",
+        ),
         (["--kv-cache-memory", "0", "a"], "got '0'"),
         (["--block-size", "none", "a"], "expected a whole number of at least 1, got 'none'"),
         (["--attention-backend", "magic", "a"], "invalid choice: 'magic'"),
         (["--dtype", "float3", "a"], "invalid choice: 'float3'"),
-        (["--model", "FOLDER", "--device", "abacus", "a"], "the model cannot be loaded"),
+        (["--model", "FOLDER", "--device", "abacus", "a"], "device 'abacus' cannot be used"),
+        (["--model", "FOLDER", "--device", "cuda:99", "a"], "device 'cuda:99' cannot be used"),
         (["--model", "FOLDER", "--kv-cache-memory", "1KiB", "a"], "give it at least"),
+        (["--model", "FOLDER", "--kv-cache-memory", "900TiB", "a"], "the cache takes 900.00 TiB and this machine has"),
+        (["--model", "FOLDER", "--max-num-seqs", "3000", "a"], "max_num_batched_tokens=2048 is less than"),
+        (["--model", "FOLDER", "--temperature", "nan", "a"], "temperature must be a number of at least 0, got nan"),
+        (["--model", "FOLDER", "--stop", "", "a"], "stop must be text or several texts, none of them empty"),
+        (["--model", "FOLDER", "--kv-cache-memory", "4MiB", ""], "the prompt is empty"),
+        (["--model", "FOLDER", "--kv-cache-memory", "4MiB", "half a pair: \ud800"], "does not take this text"),
+        (["--model", "", "a"], "no model at"),
         (["--model", "FOLDER", "--max-model-len", "9000", "a"], "max_model_len=9,000 is more than the 1,024"),
         (["--model", "FOLDER", "--max-tokens", "9000", "a"], "1 prompt tokens + 9,000 tokens of output"),
         (["--model", "FOLDER"], "no prompt: stdin is empty"),
@@ -172,6 +196,37 @@ def test_a_folder_without_weights_with_half_of_them_or_without_a_chat_template_i
     assert "no chat template" in err
 
 
+@pytest.mark.parametrize("config", ["[]", "{}", '{"model_type": "llama", "hidden_size": "wide"}', "not JSON"])
+def test_a_config_that_is_none_is_named(run: Run, tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    status, _, err = run("generate", "--model", str(tmp_path), "a")
+    assert status == 2
+    assert "runner generate: error: " in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_what_is_piped_in_has_to_be_text(
+    run: Run, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    arguments = [command, "--model", folder, *SMALL]
+    for stdin, message in (
+        (io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"), "can't decode byte 0xff"),
+        (None, "closed" if command == "chat" else "no prompt"),
+    ):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert cli.main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_answer_that_the_terminal_cannot_show_is_no_traceback(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main(["generate", "--model", folder, *SMALL, "é", "é"]) == 2
+    assert "set PYTHONIOENCODING" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
 def test_help_names_the_options(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")
@@ -179,11 +234,6 @@ def test_help_names_the_options(run: Run, command: str) -> None:
     for option in ("--model", "--kv-cache-memory", "--block-size", "--attention-backend", "--dtype", "--max-model-len",
                    "--max-tokens"):  # fmt: skip
         assert option in out
-
-
-def test_memory_is_given_in_units_or_bytes() -> None:
-    sizes = {"4096": 4096, "8GiB": 8 << 30, "1.5 gib": 3 << 29, "500MB": 500_000_000, "2kB": 2000}
-    assert {text: cli.number_of_bytes(text) for text in sizes} == sizes
 
 
 def test_the_module_runs_and_leaves_quietly_when_nobody_reads(folder: str) -> None:

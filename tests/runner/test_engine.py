@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from runner import Engine, EngineConfig, EngineConfigError, RequestRefusedError, RunnerError, SamplingParams
+from runner import (
+    Engine,
+    EngineConfig,
+    EngineConfigError,
+    RequestRefusedError,
+    RunnerError,
+    SamplingParams,
+    SamplingParamsError,
+)
+from tests.runner.byte_model import byte_engine, byte_model
 from tests.runner.byte_tokenizer import byte_tokenizer
-from tests.runner.small_models import small_model
 
 TEXTS = ["What is a cache?", "Naïve café — 日本語 🎉", "What is a block?"]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = small_model("llama", seed=3, vocab_size=300)
-    # Only bytes come out: no end of sequence, unless a test asks for one.
-    model.get_output_embeddings().weight.data[256:] = 0
-    return model
+    return byte_model()
 
 
 @pytest.fixture
-def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    engine = Engine(copy.deepcopy(model), byte_tokenizer(), EngineConfig(num_blocks=100, max_num_batched_tokens=64))
+def engine() -> Iterator[Engine]:
+    engine = byte_engine(num_blocks=100, max_num_batched_tokens=64)
     yield engine
     engine.manager.check_invariants()
     assert engine.manager.usage == 0
@@ -57,9 +64,52 @@ def test_text_token_ids_and_conversations_are_all_prompts(engine: Engine) -> Non
         assert alone.text == outputs[0].text
 
 
-def test_what_is_no_prompt_is_refused(engine: Engine) -> None:
-    with pytest.raises(RunnerError, match="a prompt is text, whole numbers"):
-        engine.add_request([1, "two"])  # type: ignore[list-item]
+NO_PROMPTS: list[Any] = [None, 7, b"bytes", {"role": "user", "content": "Hi"}, [1, "two"], [None], [[1], {2: 3}],
+                         torch.tensor(1), torch.tensor([1, 2])]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
+def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+    for call in (engine.generate, engine.add_requests, engine.add_request):
+        with pytest.raises(RunnerError, match="a prompt is text, whole numbers"):
+            call(prompt)
+
+
+def test_numbers_of_numpy_are_token_ids(engine: Engine) -> None:
+    prompt = np.array([1, 2, 3])
+    (one,) = engine.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[arg-type]
+    (same,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=2))
+    assert (one.prompt_token_ids, one.token_ids) == ([1, 2, 3], same.token_ids)
+
+
+def test_a_chat_template_that_fails_in_any_way_refuses_the_conversation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for template in (
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.nope() }}",
+    ):
+        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        with pytest.raises(RunnerError, match="chat template does not take this conversation"):
+            engine.generate([{"role": "user", "content": "Hi"}])
+
+
+def test_settings_for_sampling_have_a_class_of_their_own(engine: Engine) -> None:
+    for call in (engine.generate, engine.add_requests, engine.add_request):
+        with pytest.raises(SamplingParamsError, match=r"must be a SamplingParams, got \{'max_tokens': 5\}"):
+            call("a", {"max_tokens": 5})
+
+
+def test_generate_shows_a_bar_on_stderr_and_gives_the_same(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = engine.generate(TEXTS, SamplingParams(max_tokens=5, n=2, seed=1))
+    assert capsys.readouterr() == ("", "")
+    shown = engine.generate(TEXTS, SamplingParams(max_tokens=5, n=2, seed=1), progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Answering" in err
+    assert "100%" in err
+    assert [output.token_ids for output in shown] == [output.token_ids for output in quiet]
 
 
 def test_streamed_deltas_join_to_the_text_and_never_split_a_character(engine: Engine) -> None:
@@ -202,7 +252,7 @@ def test_what_a_request_cannot_have_is_refused(model: PreTrainedModel) -> None:
     engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=50))
     with pytest.raises(RequestRefusedError, match="stop strings need a tokenizer"):
         engine.generate([[1, 2]], SamplingParams(stop="."))
-    with pytest.raises(RequestRefusedError, match="a request has one answer, and n is 2: add it 2 times"):
+    with pytest.raises(RequestRefusedError, match="a request has one answer, and n is 2: use add_requests"):
         engine.add_request([1, 2], SamplingParams(n=2))
     with pytest.raises(RequestRefusedError, match="priority must be a whole number, got 'high'"):
         engine.add_request([1, 2], priority="high")  # type: ignore[arg-type]
@@ -266,6 +316,30 @@ def test_what_can_never_run_is_refused_before_anything_starts(
     assert not engine.has_unfinished_requests
 
 
+def test_while_one_stream_is_read_nothing_else_is_begun(engine: Engine) -> None:
+    first, second = (engine.stream(text, SamplingParams(max_tokens=5)) for text in TEXTS[:2])
+    next(first)
+    with pytest.raises(RunnerError, match="1 requests are under way"):
+        next(second)
+    with pytest.raises(RunnerError, match="generate or stream has the engine"):
+        engine.add_request("me too")
+    assert [output.index for output in first] == [0] * 4
+    engine.abort(engine.add_request("now"))
+
+
+def test_of_several_requests_all_are_added_or_none(engine: Engine) -> None:
+    ids = engine.add_requests(["a", "b"], SamplingParams(n=2), request_id="mine")
+    assert ids == ["mine-0", "mine-1", "mine-2", "mine-3"]
+    for prompts, name in ((["c", ""], None), (["c", "d", "e"], "mine")):
+        with pytest.raises(RequestRefusedError):
+            engine.add_requests(prompts, request_id=name)
+    for request_id in ids:
+        engine.abort(request_id)
+    assert not engine.has_unfinished_requests
+    assert engine.add_requests("one", request_id="mine") == ["mine"]
+    engine.abort("mine")
+
+
 def test_a_request_id_may_be_used_again_but_not_twice_at_once(engine: Engine) -> None:
     engine.add_request("a", request_id="mine")
     with pytest.raises(RequestRefusedError, match="'mine' is in use"):
@@ -305,6 +379,24 @@ def test_after_a_step_that_failed_the_books_are_in_order_and_no_half_computed_bl
     outputs = engine.generate(TEXTS, params)
     assert [output.token_ids for output in outputs] == expected
     assert outputs[0].num_cached_tokens == 0
+
+
+def test_a_tokenizer_that_fails_in_the_middle_leaves_the_books_in_order(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = engine.generate(TEXTS[0], SamplingParams(max_tokens=6))
+
+    def fail(*args: object, **settings: object) -> str:
+        raise OverflowError("on purpose")
+
+    with monkeypatch.context() as patch:
+        for text in TEXTS:
+            engine.add_request(text, SamplingParams(max_tokens=6))
+        patch.setattr(engine.tokenizer, "decode", fail)
+        with pytest.raises(OverflowError, match="on purpose"):
+            engine.step()
+    assert not engine.has_unfinished_requests
+    assert engine.generate(TEXTS[0], SamplingParams(max_tokens=6))[0].text == expected.text
 
 
 def test_two_engines_share_one_model(model: PreTrainedModel) -> None:
@@ -350,6 +442,12 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
         ({"num_blocks": 10, "kv_cache_memory": 10**9}, "either kv_cache_memory or num_blocks"),
         ({"max_model_len": 1025, "num_blocks": 10}, "max_model_len=1,025 is more than the 1,024 tokens"),
         ({"attention_backend": "magic", "num_blocks": 10}, "attention_backend must be one of torch"),
+        (
+            {"num_blocks": 10**12},
+            r"the cache takes 14.* TiB and this machine has .* lower kv_cache_",
+        ),
+        ({"dtype": "float3"}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 'float3'"),
+        ({"dtype": 16}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 16"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -357,6 +455,12 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(EngineConfigError, match=message):
         Engine(copy.deepcopy(model), config=EngineConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99", "meta", 5.5])
+def test_a_device_that_cannot_be_used_is_named_before_anything_is_loaded(device: Any) -> None:
+    with pytest.raises(EngineConfigError, match=f"device {device!r} cannot be used"):
+        Engine.from_pretrained("/nowhere", device=device)
 
 
 def test_a_token_outside_the_vocabulary_is_refused_and_the_others_go_on(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import re
 import sys
 import threading
@@ -14,47 +14,33 @@ from typing import Any
 
 import pytest
 
-from runner import Engine, EngineConfig
+from runner import Engine
 from runner.async_engine import AsyncEngine
+from tests.runner.byte_model import byte_engine
 from tests.runner.byte_tokenizer import byte_tokenizer
-from tests.runner.small_models import small_model
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
-SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 MODEL = "tiny"
 LONG = 400
 QUESTION: list[Any] = [{"role": "user", "content": "What is a block? " * 4}]
 MAX_QUEUED = 34
 
 
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("serve_example", SERVE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pydantic looks up annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-serve = load_example()
-
-
-def small_engine(**settings: Any) -> Engine:
-    model = small_model("llama", seed=3, vocab_size=300)
-    model.get_output_embeddings().weight.data[256:] = 0  # only bytes come out, no end of sequence
-    return Engine(model, byte_tokenizer(), EngineConfig(**settings))
+sys.path.insert(0, str(EXAMPLES))  # as it is where the example is run
+serve = importlib.import_module("serve")
 
 
 class Server:
     """The example in a thread, on a free port."""
 
     def __init__(self) -> None:
-        self.engine = small_engine(num_blocks=1000, max_num_seqs=8)
+        self.engine = byte_engine(num_blocks=1000, max_num_seqs=8)
         self.served = AsyncEngine(self.engine, max_queued_requests=MAX_QUEUED)
         app = serve.make_app(self.served, MODEL)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
@@ -220,7 +206,23 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_aborts_it(server: Server
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         ({"stream": "perhaps"}, "stream", "valid boolean"),
         ({"temperature": -1}, "temperature", "at least 0"),
-        ({"top_logprobs": 99}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "is more than max_tokens=5"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ["a", 5]}, "stop.1", "valid string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "whole numbers of at least 0"),
+        ({"priority": "high"}, "priority", "valid integer"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "messages.0.content.0.type",
+            "should be 'text'",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
         ({"n": 100}, "n", "less than or equal to 16"),
         ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
     ],
@@ -236,7 +238,7 @@ def test_a_malformed_chat_is_refused_in_openais_shape(
     assert message in error["message"]
 
 
-@pytest.mark.parametrize("prompt", ["", [], [5, 100_000], [-1], [["nested"]], 7, None])
+@pytest.mark.parametrize("prompt", ["", [], [5, 100_000], [-1], [["nested"]], [["a"]], [[]], ["fine", ""], 7, None])
 def test_a_prompt_that_is_none_is_refused_before_it_can_hurt_others(server: Server, prompt: Any) -> None:
     for stream in (False, True):
         response = post(server, "/v1/completions", json={"model": MODEL, "prompt": prompt, "stream": stream})
@@ -248,10 +250,15 @@ def test_what_is_no_json_an_unknown_path_and_an_unknown_model_have_openais_shape
     server: Server, client: openai.OpenAI
 ) -> None:
     lone_surrogate = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "cache_salt": "\\ud800"}'
-    for content in (b"{not json", b"", b"[1]", b"\xff\xfe", lone_surrogate):
+    too_deep = b'{"model": "tiny", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    too_large = b'{"model": "tiny", "seed": ' + b"9" * 10_000 + b"}"
+    for content in (b"{not json", b"", b"[1]", b"\xff\xfe", lone_surrogate, too_deep, too_large):
         response = post(server, "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
         assert response.status_code == 400
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    response = post(server, "/v1/completions", data={"model": MODEL, "prompt": "a form"})
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
     assert post(server, "/v1/embeddings", json={}).json()["error"]["message"] == "Not Found"
     with pytest.raises(openai.NotFoundError, match="only 'tiny'") as caught:
         client.chat.completions.create(model="gpt-9", messages=QUESTION)
@@ -360,6 +367,51 @@ def test_answers_to_one_prompt_have_seeds_of_their_own(client: openai.OpenAI) ->
     assert both[0] != both[1]
 
 
+def test_several_answers_stream_as_they_come_and_each_has_a_beginning_and_an_end(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 2, "seed": 7, "n": 3, "max_tokens": 9}
+    whole = client.chat.completions.create(**asked)
+    texts, roles, ends = ["", "", ""], [0, 0, 0], [0, 0, 0]
+    usages = []
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+            ends[choice.index] += choice.finish_reason == "length"
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert roles == ends == [1, 1, 1]
+    assert usages[:-1] == [None] * (len(usages) - 1)
+    assert usages[-1] is not None
+    assert whole.usage is not None
+    # Three answers to one prompt: it counts once.
+    assert (usages[-1].prompt_tokens, usages[-1].completion_tokens) == (whole.usage.prompt_tokens, 27)
+    assert usages[-1].prompt_tokens < 100
+
+
+def test_what_is_more_urgent_waits_in_front(server: Server, client: openai.OpenAI) -> None:
+    blockers = client.completions.create(model=MODEL, prompt=["in the way"] * 8, max_tokens=LONG, stream=True)
+    next(iter(blockers))
+
+    async def run() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asking = [
+                asyncio.create_task(
+                    client.completions.create(
+                        model=MODEL, prompt="waits", max_tokens=2, extra_body={"priority": priority}
+                    )
+                )
+                for priority in (9, -3, 0)
+            ]
+            while server.served.stats.waiting < 3:
+                await asyncio.sleep(0.01)
+            waiting = [request.priority for request in server.engine.scheduler.waiting]
+            blockers.close()
+            await asyncio.gather(*asking)
+            return waiting
+
+    assert asyncio.run(run()) == [-3, 0, 9]
+
+
 def test_log_probabilities_come_whole_and_streamed_alike(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked).choices[0].logprobs
@@ -376,14 +428,21 @@ def test_log_probabilities_come_whole_and_streamed_alike(client: openai.OpenAI) 
     assert completion is not None
     assert completion.tokens is not None
     assert len(completion.tokens) == 4
+    with pytest.raises(openai.BadRequestError, match="logprobs: Input should be a valid integer"):
+        client.completions.create(model=MODEL, prompt="a", logprobs=True)  # type: ignore[call-overload]
+    many = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3, logprobs=0, stream=True)
+    pieces = [(chunk.choices[0].index, chunk.choices[0].logprobs) for chunk in many]
+    for index in range(4):
+        logprobs = [piece.token_logprobs or [] for i, piece in pieces if i == index and piece]
+        assert sum(map(len, logprobs)) == 3
 
 
 def test_the_programs_on_the_serving_page_run(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (SERVE.parents[1] / "docs" / "serving.md").read_text("utf-8")
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
     (embedding,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    monkeypatch.setattr(Engine, "from_pretrained", lambda: small_engine(num_blocks=100))
+    monkeypatch.setattr(Engine, "from_pretrained", lambda: byte_engine(num_blocks=100))
     exec(embedding, {})
     assert "num_finished_requests=3" in capsys.readouterr().out
     (client_program,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
@@ -396,7 +455,7 @@ def test_the_command_serves_the_model_it_is_given_or_says_why_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "my-model-2.5"
-    small_engine(num_blocks=2).model_runner.model.save_pretrained(folder)
+    byte_engine(num_blocks=2).model_runner.model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     served = []
 
@@ -412,7 +471,16 @@ def test_the_command_serves_the_model_it_is_given_or_says_why_not(
     monkeypatch.setattr(sys, "argv", [*command, str(folder)])
     assert serve.main() == 0
     assert served == [1234]
-    assert "serving 'my-model-2.5'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "serving 'my-model-2.5'" in printed
+    assert "prefix hits    multiples of 32 tokens" in printed
     monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "nothing")])
     assert serve.main() == 2
     assert "serve.py: error: no model at" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, str(folder), "--max-queued-requests", "-1"])
+    assert serve.main() == 2
+    assert "serve.py: error: max_queued_requests must be" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--port", "99999"])
+    with pytest.raises(SystemExit):
+        serve.main()
+    assert "--port goes from 0 to 65535, got 99999" in capsys.readouterr().err
