@@ -42,6 +42,9 @@ class EngineConfig:
             :class:`~runner.scheduler.Scheduler`.
         enable_caching: Let requests share the blocks of equal prefixes.
         hash_algorithm: A name in :data:`kvcore.hashing.ALGORITHMS`.
+        eviction_policy: Which cached block is overwritten next, see :class:`kvcore.KVCacheManager`.
+        window_retention: What becomes of blocks that a window has left: "ends" keeps those at which a later prompt is
+            likely to join in, "all" treats them like the others.
 
     Raises:
         EngineConfigError: A number out of its range, an unknown dtype, fewer tokens a step than requests, or both sizes
@@ -62,6 +65,8 @@ class EngineConfig:
     max_overtakes: int = 16
     enable_caching: bool = True
     hash_algorithm: str = "xxh3"
+    eviction_policy: str = "lru"
+    window_retention: str = "ends"
 
     def __post_init__(self) -> None:
         self._check_whole(1, "block_size kv_cache_memory num_blocks max_model_len max_num_batched_tokens max_num_seqs")

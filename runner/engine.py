@@ -79,6 +79,8 @@ class Engine(RequestLoop):
             self.kv_cache_config,
             self.max_model_len,
             enable_caching=config.enable_caching,
+            eviction_policy=config.eviction_policy,
+            window_retention=config.window_retention,
             max_in_flight_tokens=config.max_num_batched_tokens,
         )
         scheduler = Scheduler(
