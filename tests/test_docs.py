@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,8 @@ def test_the_smallest_program_of_getting_started_runs_and_leaves_nothing_in_use(
     assert names["hit"] == 0
     assert names["block_tables"] == ([1],)
     assert names["manager"].usage == 0
+
+
+def test_the_picture_of_the_eviction_order_is_what_the_code_draws() -> None:
+    drawing = runpy.run_path(str(CONCEPTS.parent / "eviction_picture.py"))
+    assert drawing["PICTURE"].read_text("utf-8") == drawing["svg"](drawing["rows"]()), "run docs/eviction_picture.py"
