@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, repeat
 from typing import cast
 
-from kvcore.blocks import KVCacheBlock
+from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.contents import TokenSpan
 from kvcore.errors import (
     ConfigError,
@@ -20,7 +20,7 @@ from kvcore.errors import (
     OutOfBlocksError,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kvcore.eviction import make_policy
+from kvcore.eviction import PolicyChoice, free_block_queue, make_policy
 from kvcore.extra_keys import untagged
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
@@ -39,7 +39,8 @@ class BlockPool:
         enable_caching: Register full blocks for prefix hits.
         hash_block_size: Tokens per hash of the requests.
         enable_kv_cache_events: Keep :mod:`kvcore.events` until :meth:`take_events`.
-        eviction_policy: Which free block to overwrite next, a name of :data:`kvcore.eviction.POLICIES`.
+        eviction_policy: Which free block to overwrite next: a name of :data:`kvcore.eviction.POLICIES`, a policy, or
+            a class of policies.
 
     Attributes:
         blocks: Every block, at the index of its id.
@@ -58,7 +59,7 @@ class BlockPool:
         hash_block_size: int = 16,
         *,
         enable_kv_cache_events: bool = False,
-        eviction_policy: str = "lru",
+        eviction_policy: PolicyChoice = "lru",
     ) -> None:
         if not isinstance(num_gpu_blocks, int) or num_gpu_blocks < 2:
             raise ConfigError(f"a pool needs at least 2 blocks (block 0 is the null block), got {num_gpu_blocks!r}")
@@ -70,7 +71,7 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.policy = make_policy(eviction_policy, self.blocks[1:])
-        self.free_block_queue = self.policy.queue
+        self.free_block_queue = free_block_queue(self.policy)
         self.prefix_index = PrefixIndex()
         self._events: list[KVCacheEvent] = []
 
@@ -363,9 +364,10 @@ class BlockPool:
 
     def _check_queue(self) -> set[int]:
         queued: set[int] = set()
+        linked = isinstance(self.free_block_queue, FreeKVCacheBlockQueue)
         before = None
         for block in self.free_block_queue:
-            if block.block_id in queued or (before is not None and block.prev_free_block is not before):
+            if block.block_id in queued or (linked and before is not None and block.prev_free_block is not before):
                 raise InvariantError(f"the free queue is linked wrongly at {block!r}")
             queued.add(block.block_id)
             before = block

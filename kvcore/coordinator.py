@@ -11,6 +11,7 @@ from itertools import cycle
 from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import ConfigError
+from kvcore.eviction import PolicyChoice
 from kvcore.request import RequestLike
 from kvcore.single_type import FullAttentionManager, make_single_type_manager
 from kvcore.spec import FullAttentionSpec, KVCacheConfig, cdiv, require_positive
@@ -29,7 +30,7 @@ class KVCacheCoordinator(ABC):
         enable_caching: Register full blocks for prefix hits.
         enable_kv_cache_events: Keep events.
         hash_block_size: Tokens per hash of the requests; None: the greatest common divisor of the groups' block sizes.
-        eviction_policy: Name of the policy.
+        eviction_policy: As for the pool.
         window_retention: "all" or "ends", see :class:`kvcore.KVCacheManager`.
 
     Raises:
@@ -45,7 +46,7 @@ class KVCacheCoordinator(ABC):
         enable_caching: bool,
         enable_kv_cache_events: bool,
         hash_block_size: int | None,
-        eviction_policy: str,
+        eviction_policy: PolicyChoice,
         window_retention: str,
     ) -> None:
         if window_retention not in ("all", "ends"):
@@ -81,6 +82,7 @@ class KVCacheCoordinator(ABC):
             )
             for group_id, spec in enumerate(specs)
         )
+        self._serve = getattr(self.block_pool.policy, "serve", None)
         # The last request looked up, and how far its hit would have gone with full attention alone.
         self._parting: tuple[RequestLike, int] | None = None
 
@@ -163,6 +165,11 @@ class KVCacheCoordinator(ABC):
         if self.block_pool.enable_caching:
             for manager in self.single_type_managers:
                 manager.cache_blocks(request, num_tokens)
+
+    def tell_policy(self, request: RequestLike) -> None:
+        """Says that blocks of a request are about to come back, if the policy wants to know whose they are."""
+        if self._serve is not None:
+            self._serve(request, self.get_blocks(request.request_id))
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Frees what no later token reads."""
@@ -267,7 +274,7 @@ def make_coordinator(
     enable_caching: bool = True,
     enable_kv_cache_events: bool = False,
     hash_block_size: int | None = None,
-    eviction_policy: str = "lru",
+    eviction_policy: PolicyChoice = "lru",
     window_retention: str = "all",
 ) -> KVCacheCoordinator:
     """The coordinator that fits: none of the prefix cache's work where caching is off, no rounds where one group is."""

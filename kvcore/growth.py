@@ -74,6 +74,7 @@ class Holder:
         computed = min(request.num_computed_tokens, self._max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
         if computed >= self.skip_at:
+            coordinator.tell_policy(request)
             coordinator.remove_skipped_blocks(request_id, computed)
             self.skip_at = coordinator.next_skip_at(request_id)
         num_free_blocks = coordinator.block_pool.free_block_queue.num_free_blocks

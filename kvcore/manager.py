@@ -17,6 +17,7 @@ from kvcore.checks import (
 from kvcore.coordinator import make_coordinator
 from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError, UnknownRequestError
 from kvcore.events import BlockStored, KVCacheEvent
+from kvcore.eviction import PolicyChoice
 from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
@@ -51,7 +52,8 @@ class KVCacheManager:
         enable_caching: Let requests share the blocks of equal prefixes.
         log_stats: Count lookups, see :meth:`make_prefix_cache_stats`.
         enable_kv_cache_events: Keep events, see :meth:`take_events`.
-        eviction_policy: Which free block to overwrite next; "lru".
+        eviction_policy: Which free block to overwrite next: a name of :data:`kvcore.eviction.POLICIES`, a policy, or
+            a class of policies.
         window_retention: What a window leaves behind is evicted in turn, like all else ("all", as in vLLM), or before
             all else unless a later prompt is likely to join in there ("ends"). On models with windows, "ends" keeps
             many times as many conversations in the cache.
@@ -80,7 +82,7 @@ class KVCacheManager:
         enable_caching: bool = True,
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
-        eviction_policy: str = "lru",
+        eviction_policy: PolicyChoice = "lru",
         window_retention: str = "all",
         watermark: float = 0.0,
         pin_limit: float = 0.5,
@@ -341,6 +343,7 @@ class KVCacheManager:
         """
         check_same_request(request, self._holder(request.request_id).request)
         del self._holders[request.request_id]
+        self.coordinator.tell_policy(request)
         self.coordinator.free(request.request_id)
 
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:

@@ -687,7 +687,7 @@ class TestConfigurations:
         with pytest.raises(ConfigError, match="one of FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec"):
             make_manager(KVCacheSpec(4, 1, 1, "bfloat16"))
 
-    @pytest.mark.parametrize("policy", ["fifo", "LRU", "", None, ["lru"]])
+    @pytest.mark.parametrize("policy", ["mru", "LRU", "", None, ["lru"]])
     def test_an_unknown_policy(self, policy: Any) -> None:
         with pytest.raises(ConfigError, match=r"eviction_policy must be one of .*lru"):
             make_manager(eviction_policy=policy)

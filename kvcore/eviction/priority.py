@@ -1,0 +1,80 @@
+"""By the priority of the requests that used a block."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+
+from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.request import RequestLike
+
+
+class Priority:
+    """The blocks of the least urgent requests go first, of those the least recently released.
+
+    A block is as urgent as the most urgent request that used it since it was filled: the lowest ``priority``. A request
+    without one counts as 0. O(1) a block in every call, and O(priorities) for one that was never seen.
+    """
+
+    def __init__(self) -> None:
+        self._unhashed = FreeKVCacheBlockQueue(())
+        self._by_priority: dict[int, FreeKVCacheBlockQueue] = {}
+        self._order: list[int] = []  # negated, so that the least urgent stands in front
+        self._priority: dict[KVCacheBlock, int] = {}
+        self._free: set[KVCacheBlock] = set()  # the hashed ones
+
+    def serve(self, request: RequestLike, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Notes the priority for all blocks of the request, also those that others still hold."""
+        priority = getattr(request, "priority", 0)
+        noted = self._priority
+        for table in tables:
+            for block in table:
+                if not block.is_null and priority < noted.get(block, priority + 1):
+                    noted[block] = priority
+
+    def release(self, unhashed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
+        """Each to its priority, and no less urgent than what comes after it in its prefix."""
+        for block in unhashed:
+            self._priority.pop(block, None)
+        self._unhashed.prepend_n(unhashed)
+        priority: int | None = None
+        for block in hashed:
+            own = self._priority.get(block, 0)
+            priority = own if priority is None else min(priority, own)
+            self._priority[block] = priority
+            if priority not in self._by_priority:
+                self._by_priority[priority] = FreeKVCacheBlockQueue(())
+                insort(self._order, -priority)
+            self._by_priority[priority].append_n((block,))
+        self._free.update(hashed)
+
+    def reuse(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Keeps their priority."""
+        for block in blocks:
+            if block in self._free:
+                self._free.remove(block)
+                self._by_priority[self._priority[block]].remove(block)
+            else:
+                self._unhashed.remove(block)
+
+    def take(self, n: int) -> list[KVCacheBlock]:
+        """What cannot be hit, then from the least urgent on."""
+        taken = self._unhashed.popleft_n(min(n, len(self._unhashed)))
+        for negated in self._order:
+            if len(taken) == n:
+                break
+            queue = self._by_priority[-negated]
+            victims = queue.popleft_n(min(n - len(taken), len(queue)))
+            self._free.difference_update(victims)
+            for block in victims:
+                del self._priority[block]
+            taken += victims
+        return taken
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        yield from self._unhashed
+        for negated in self._order:
+            yield from self._by_priority[-negated]
+
+    def __len__(self) -> int:
+        return len(self._unhashed) + len(self._free)
