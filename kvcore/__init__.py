@@ -20,6 +20,7 @@ from kvcore.errors import (
     DuplicateBlockError,
     DuplicateRequestError,
     ExtraKeyError,
+    FileFormatError,
     ForeignBlockError,
     HitHandoverError,
     InvariantError,
@@ -32,7 +33,7 @@ from kvcore.errors import (
     TokenRangeError,
     UnknownRequestError,
 )
-from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from kvcore.extra_keys import LoRAAdapter, MultiModalItem
 from kvcore.growth import Growth
 from kvcore.hashing import BlockHasher
@@ -74,6 +75,7 @@ __all__ = [
     "DuplicateBlockError",
     "DuplicateRequestError",
     "ExtraKeyError",
+    "FileFormatError",
     "ForeignBlockError",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
@@ -93,6 +95,7 @@ __all__ = [
     "KVCacheManager",
     "KVCacheSpec",
     "KVCacheTensor",
+    "KVEventBatch",
     "LoRAAdapter",
     "MultiModalItem",
     "OutOfBlocksError",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvcore import __version__
+from kvcore import __version__, cli_inspect, cli_replay_calls
 from kvcore.arguments import count, number_of_bytes
 from kvcore.errors import ConfigError, KVCacheError
 from kvcore.planning import CapacityReport, capacity_report
@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_plan(commands)
+    cli_inspect.add_parser(commands)
+    cli_replay_calls.add_parser(commands)
     return parser
 
 

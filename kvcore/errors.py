@@ -79,5 +79,9 @@ class QueueError(KVCacheError, ValueError):
     """A block put into the free queue twice, or taken out while not in it."""
 
 
+class FileFormatError(KVCacheError, ValueError):
+    """A file, a snapshot or a recording, that cannot be read; the message names the line."""
+
+
 class InvariantError(KVCacheError, AssertionError):
     """The books do not agree with themselves; the message names the first rule found broken."""

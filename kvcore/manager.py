@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,14 @@ from kvcore.checks import (
 from kvcore.coordinator import make_coordinator
 from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError, UnknownRequestError
 from kvcore.events import BlockStored, KVCacheEvent
-from kvcore.eviction import PolicyChoice
+from kvcore.eviction import PolicyChoice, policy_name
 from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.manager_log import ManagerLog
 from kvcore.request import RequestLike
 from kvcore.residency import Residency
+from kvcore.snapshot import Snapshot
+from kvcore.snapshot_take import take_snapshot
 from kvcore.spec import KVCacheConfig, require_positive
 from kvcore.stats import PrefixCacheStats
 
@@ -62,6 +66,8 @@ class KVCacheManager:
         pin_limit: Most of the pool, from 0 to below 1, that ``residency`` may pin.
         max_in_flight_tokens: Most tokens of one request in one step. With it, ``full_sequence_must_fit`` counts for a
             window only what it holds at once; None: the whole length.
+        record: A new file to write every call to, see :mod:`kvcore.recording`. Costs nothing when off.
+        record_tokens: Write token ids too. Else block hashes only, under names that lead back to nothing.
 
     Attributes:
         coordinator: The layer below. Read only.
@@ -87,6 +93,8 @@ class KVCacheManager:
         watermark: float = 0.0,
         pin_limit: float = 0.5,
         max_in_flight_tokens: int | None = None,
+        record: str | os.PathLike[str] | None = None,
+        record_tokens: bool = False,
     ) -> None:
         require_positive(max_model_len=max_model_len)
         if max_in_flight_tokens is not None:
@@ -115,6 +123,23 @@ class KVCacheManager:
         self.residency = Residency(self.coordinator, max_model_len, int(pin_limit * kv_cache_config.num_blocks))
         self._stats = PrefixCacheStats()
         self._found: _Found | None = None  # the last lookup's answer, until a request is admitted
+        self._log = ManagerLog(self)
+        if record is not None:
+            from kvcore.recording import start_recording
+
+            settings = {
+                "max_model_len": max_model_len,
+                "hash_block_size": hash_block_size,
+                "enable_caching": enable_caching,
+                "log_stats": log_stats,
+                "enable_kv_cache_events": enable_kv_cache_events,
+                "eviction_policy": policy_name(eviction_policy),
+                "window_retention": window_retention,
+                "watermark": watermark,
+                "pin_limit": pin_limit,
+                "max_in_flight_tokens": max_in_flight_tokens,
+            }
+            start_recording(self, record, tokens=record_tokens, settings=settings)
 
     def __repr__(self) -> str:
         return (
@@ -225,7 +250,7 @@ class KVCacheManager:
                 if num_tokens < holder.quiet_tokens and computed < holder.skip_at:
                     return self.empty_kv_cache_blocks
                 if computed <= holder.num_slots and not delay_cache_blocks:
-                    return holder.grow(num_new_tokens, num_lookahead_tokens)
+                    return holder.grow(num_new_tokens, num_lookahead_tokens) or self._log.refused(request)
 
         check_counts(
             "num_new_tokens num_new_computed_tokens num_lookahead_tokens num_external_computed_tokens reserved_blocks",
@@ -251,7 +276,7 @@ class KVCacheManager:
                 delay_cache_blocks=delay_cache_blocks,
                 full_sequence_must_fit=full_sequence_must_fit,
                 reserved_blocks=reserved_blocks,
-            )
+            ) or self._log.refused(request)
         if not self._just_found(request, hits, num_new_computed_tokens):
             check_admission(self.coordinator, request, hits, num_new_computed_tokens)
             for manager, blocks in zip(self.coordinator.single_type_managers, hits.blocks, strict=True):
@@ -264,9 +289,9 @@ class KVCacheManager:
         if full_sequence_must_fit:
             length = min(request.num_tokens, self.max_model_len)
             if not coordinator.has_room(length, hits.blocks, total_computed, num_free_blocks, cap=True):
-                return None
+                return self._log.refused(request)
         if not coordinator.has_room(num_tokens, hits.blocks, total_computed, num_free_blocks - reserved_blocks):
-            return None
+            return self._log.refused(request)
         coordinator.admit(request, hits.blocks, total_computed, num_external_computed_tokens)
         num_new_blocks = coordinator.num_new_blocks(request.request_id, num_tokens)
         groups = coordinator.append_new_blocks(request.request_id, num_new_blocks)
@@ -324,6 +349,7 @@ class KVCacheManager:
         for index, holder in due:
             blocks = holder.grow(num_new_tokens, num_lookahead_tokens)
             if blocks is None:
+                self._log.refused(requests[index])
                 return Growth(index, new_blocks)
             if blocks is not self.empty_kv_cache_blocks:
                 new_blocks[index] = blocks
@@ -387,10 +413,11 @@ class KVCacheManager:
         Returns:
             False, and nothing changed, while any request holds blocks.
         """
-        if not self.block_pool.reset_prefix_cache():
-            return False
-        self._stats.reset = True
-        return True
+        done = self.block_pool.reset_prefix_cache()
+        self._log.reset(done=done)
+        if done:
+            self._stats.reset = True
+        return done
 
     @property
     def usage(self) -> float:
@@ -447,6 +474,19 @@ class KVCacheManager:
             manager.get_num_common_prefix_blocks(request_id, len(self._holders), self.residency.counts)
             for manager in self.coordinator.single_type_managers
         ]
+
+    def snapshot(
+        self, label: str = "", *, previous: Snapshot | None = None, known_requests: Iterable[RequestLike] = ()
+    ) -> Snapshot:
+        """The pool, the index and all tables as they are now, as plain data. O(pool + blocks in tables).
+
+        Args:
+            label: What has just happened, for whoever looks at it later.
+            previous: The snapshot before this one. A cached block does not know what comes before it in its prefix; its
+                request does, while it runs, and earlier snapshots keep that.
+            known_requests: Requests that hold no blocks, waiting or finished, to learn the same from.
+        """
+        return take_snapshot(self, label, previous=previous, known_requests=known_requests)
 
     def check_invariants(self) -> None:
         """Recomputes the books from scratch and compares. O(pool + blocks in tables); for tests and debugging.

@@ -64,7 +64,7 @@ class Residency:
             PinError: More than the pool's ``pin_limit``, or token ids without a hasher; nothing is pinned.
             ConfigError: The prefix is hashed at another block size than the manager's.
         """
-        request = _as_request(prefix, block_hasher)
+        request = as_request(prefix, block_hasher)
         blocks, num_tokens = self._look_up(request, request.num_tokens)
         held = _held(blocks)
         num_pinned = len(self.counts.keys() | {block.block_id for block in held})
@@ -120,7 +120,12 @@ def _held(blocks: KVCacheBlocks) -> list[KVCacheBlock]:
     return [block for group in blocks.blocks for block in group if not block.is_null]
 
 
-def _as_request(prefix: RequestLike | Sequence[int], block_hasher: BlockHasher | None) -> RequestLike:
+def as_request(prefix: RequestLike | Sequence[int], block_hasher: BlockHasher | None) -> RequestLike:
+    """A prefix as a request: itself, or one made of token ids.
+
+    Raises:
+        PinError: Token ids without a hasher.
+    """
     if not isinstance(prefix, Sequence):
         return prefix
     if block_hasher is None:
