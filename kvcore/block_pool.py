@@ -20,7 +20,7 @@ from kvcore.errors import (
     OutOfBlocksError,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kvcore.eviction import PolicyChoice, free_block_queue, make_policy
+from kvcore.eviction import LRU, PolicyChoice, free_block_queue, make_policy
 from kvcore.extra_keys import untagged
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
@@ -72,6 +72,7 @@ class BlockPool:
         self.null_block.is_null = True
         self.policy = make_policy(eviction_policy, self.blocks[1:])
         self.free_block_queue = free_block_queue(self.policy)
+        self._leaves_dead = isinstance(self.policy, LRU)
         self.prefix_index = PrefixIndex()
         self._events: list[KVCacheEvent] = []
 
@@ -312,13 +313,18 @@ class BlockPool:
         for block_id in block_ids:
             if not isinstance(block_id, int) or not 0 <= block_id < len(self.blocks):
                 raise ForeignBlockError(f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {block_id!r}")
-        self._unregister([self.blocks[block_id] for block_id in block_ids])
+        blocks = [self.blocks[block_id] for block_id in dict.fromkeys(block_ids)]
+        dead = [block for block in blocks if not block.ref_cnt and block.prefix_hash is not None]
+        self._unregister(blocks)
+        self._bury(dead)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block, if no block is held; else changes nothing and answers False. O(cached blocks)."""
         if self.get_num_free_blocks() != len(self.blocks) - 1:
             return False
+        dead = [] if self._leaves_dead else [block for block in self.policy if block.prefix_hash is not None]
         self.prefix_index.clear()
+        self._bury(dead)
         if self.enable_kv_cache_events:
             self._events.append(AllBlocksCleared())
         return True
@@ -327,6 +333,13 @@ class BlockPool:
         """The events since the last call, oldest first. O(1)."""
         events, self._events = self._events, []
         return events
+
+    def _bury(self, dead: list[KVCacheBlock]) -> None:
+        """Free blocks that have left the index go before all others. Under `lru` they stay where they are, as in vLLM:
+        there they come to the front by themselves."""
+        if dead and not self._leaves_dead:
+            self.policy.reuse(dead)
+            self.policy.release(dead, ())
 
     def _unregister(self, blocks: list[KVCacheBlock]) -> None:
         if self.enable_kv_cache_events:

@@ -16,7 +16,7 @@ class KVCacheBlock:
 
     Attributes:
         block_id: Index of the block's page in the cache tensors.
-        ref_cnt: Running requests that hold it; 0 means that it stands in the free queue.
+        ref_cnt: Running requests and pins that hold it; 0 means that it stands in the free queue.
         prefix_hash: Hash of the prefix that ends with this block, while the block is in the prefix index; else None.
         group_id: KV cache group whose tokens it holds; meaningful while ``prefix_hash`` is set.
         content: The tokens that the hash stands for, where hits are verified; else None.

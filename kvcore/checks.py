@@ -58,7 +58,7 @@ ATTRIBUTES = ("block_hashes", "block_contents")
 EVENT_ATTRIBUTES = (*ATTRIBUTES, "token_ids", "extra_keys")
 
 
-def check_protocol(request: RequestLike, events: bool) -> None:
+def check_protocol(request: RequestLike, *, events: bool) -> None:
     """A request of the caller's own class has what will be read later, half way through a change."""
     for attribute in EVENT_ATTRIBUTES if events else ATTRIBUTES:
         if not hasattr(request, attribute):
@@ -73,7 +73,7 @@ def check_admission(
 ) -> None:
     """A request that holds nothing starts from nothing, and its hits cover in every group what it says they cover."""
     request_id = request.request_id
-    check_protocol(request, coordinator.block_pool.enable_kv_cache_events)
+    check_protocol(request, events=coordinator.block_pool.enable_kv_cache_events)
     if request.num_computed_tokens:
         raise UnknownRequestError(
             f"request {request_id!r} has {request.num_computed_tokens} computed tokens but holds no blocks: "

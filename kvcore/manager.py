@@ -165,7 +165,7 @@ class KVCacheManager:
         takes_part = getattr(request, "block_hasher", True) is not None
         if not self.enable_caching or not takes_part:
             return self.empty_kv_cache_blocks, 0
-        check_protocol(request, self.block_pool.enable_kv_cache_events)
+        check_protocol(request, events=self.block_pool.enable_kv_cache_events)
         check_hashes(request, self.coordinator.hash_block_size)
         longest = min(request.num_tokens - 1, self.max_model_len)
         groups, num_tokens = self.coordinator.find_longest_cache_hit(request, longest)
@@ -368,8 +368,8 @@ class KVCacheManager:
             DuplicateRequestError: Another request holds blocks under this id.
         """
         check_same_request(request, self._holder(request.request_id).request)
+        self.coordinator.tell_policy(request)  # the one call that may fail: it is the user's
         del self._holders[request.request_id]
-        self.coordinator.tell_policy(request)
         self.coordinator.free(request.request_id)
 
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
@@ -411,7 +411,7 @@ class KVCacheManager:
         """Forgets all cached blocks, for example when weights change. O(cached blocks).
 
         Returns:
-            False, and nothing changed, while any request holds blocks.
+            False, and nothing changed, while any request or pin holds blocks.
         """
         done = self.block_pool.reset_prefix_cache()
         self._log.reset(done=done)
@@ -421,7 +421,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that requests hold, from 0 to 1; cached blocks that nobody holds count as free. O(1)."""
+        """Share of the pool that requests and pins hold, from 0 to 1; what is only cached counts as free. O(1)."""
         return self.block_pool.get_usage()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:

@@ -79,4 +79,4 @@ class ManagerLog:
             _logger.info("the prefix cache was reset: nothing can be hit until requests have filled blocks again")
         else:
             held = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()
-            _logger.info("the prefix cache was not reset: requests hold %s blocks", f"{held:,}")
+            _logger.info("the prefix cache was not reset: requests and pins hold %s blocks", f"{held:,}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from kvcore.blocks import KVCacheBlock
-from kvcore.checks import check_hashes
+from kvcore.checks import check_hashes, check_protocol
 from kvcore.coordinator import KVCacheCoordinator
 from kvcore.errors import PinError
 from kvcore.hashing import BlockHasher
@@ -50,15 +51,17 @@ class Residency:
     def __repr__(self) -> str:
         return f"Residency(pins={len(self._pins)}, pinned_blocks={len(self.counts)} of {self.max_pinned_blocks})"
 
-    def pin(self, prefix: RequestLike | Sequence[int], *, block_hasher: BlockHasher | None = None) -> Pin:
+    def pin(self, prefix: RequestLike | Iterable[int], *, block_hasher: BlockHasher | None = None) -> Pin:
         """Keeps what the cache has of a prefix until :meth:`unpin`, as if a request ran with it.
 
-        What is not in the cache is not kept, now or later: pin a system prompt once a first request has computed it.
-        While anything is pinned, ``reset_prefix_cache`` answers False. O(blocks of the prefix).
+        What is not in the cache is not kept, now or later: pin a system prompt once a first request has computed it,
+        and look at ``num_tokens`` of the pin. While anything is pinned, ``reset_prefix_cache`` answers False. O(blocks
+        of the prefix).
 
         Args:
-            prefix: A request, which need not hold blocks, or token ids.
-            block_hasher: What the requests are hashed with; for token ids.
+            prefix: A request, which need not hold blocks, or token ids: a list, an array, a tensor, ...
+            block_hasher: What the requests are hashed with, for token ids. The very one: with ``xxh3``, hashers that
+                were given no seed have one of their own each.
 
         Raises:
             PinError: More than the pool's ``pin_limit``, or token ids without a hasher; nothing is pinned.
@@ -96,7 +99,8 @@ class Residency:
         """Says that a request which waits will be admitted soon: what the cache has of it counts as used just now.
 
         For the head of a waiting queue, so that those who run do not evict what it is about to hit. No promise: under
-        pressure it can still be evicted. O(hit blocks).
+        pressure it can still be evicted. To the eviction policy it is a hit: once a request is enough, and more would
+        count for more where hits are counted. O(hit blocks).
 
         Returns:
             How many tokens the cache has of it.
@@ -111,6 +115,7 @@ class Residency:
         return num_tokens
 
     def _look_up(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlocks, int]:
+        check_protocol(request, events=False)
         check_hashes(request, self._coordinator.hash_block_size)
         groups, num_tokens = self._coordinator.find_longest_cache_hit(request, min(max_length, self._max_model_len))
         return KVCacheBlocks(tuple(map(tuple, groups))), num_tokens
@@ -120,14 +125,14 @@ def _held(blocks: KVCacheBlocks) -> list[KVCacheBlock]:
     return [block for group in blocks.blocks for block in group if not block.is_null]
 
 
-def as_request(prefix: RequestLike | Sequence[int], block_hasher: BlockHasher | None) -> RequestLike:
+def as_request(prefix: RequestLike | Iterable[int], block_hasher: BlockHasher | None) -> RequestLike:
     """A prefix as a request: itself, or one made of token ids.
 
     Raises:
         PinError: Token ids without a hasher.
     """
-    if not isinstance(prefix, Sequence):
-        return prefix
+    if hasattr(prefix, "block_hashes"):
+        return cast("RequestLike", prefix)
     if block_hasher is None:
         raise PinError("token ids are pinned by their hashes: pass the block_hasher that the requests are made with")
     return Request("pinned prefix", prefix, block_hasher=block_hasher)

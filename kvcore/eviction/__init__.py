@@ -6,6 +6,7 @@ A policy owns the free blocks. The pool tells it what was released and what was 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
@@ -72,8 +73,10 @@ def make_policy(choice: PolicyChoice, blocks: Sequence[KVCacheBlock]) -> Evictio
             f"{policy!r} is no eviction policy: it needs release, reuse, take, __iter__ and __len__, "
             "see kvcore.eviction.EvictionPolicy"
         )
-    if len(policy):
-        raise ConfigError(f"{policy!r} holds blocks already: a policy serves one pool, make one for each")
+    if len(policy) or getattr(policy, "serves_a_pool", False):
+        raise ConfigError(f"{policy!r} serves a pool already: make one for each")
+    with suppress(AttributeError):  # of a class with slots, the count has to tell
+        policy.serves_a_pool = True  # type: ignore[attr-defined]
     policy.release(blocks, ())
     return policy
 
@@ -82,7 +85,8 @@ def policy_name(choice: PolicyChoice) -> str:
     """What to call a policy: its name in :data:`POLICIES` if it was chosen by that, else its class."""
     if isinstance(choice, str):
         return choice
-    return choice.__name__ if isinstance(choice, type) else type(choice).__name__
+    kind = choice if isinstance(choice, type) else type(choice)
+    return next((name for name, policy in POLICIES.items() if policy is kind), kind.__name__)
 
 
 def free_block_queue(policy: EvictionPolicy) -> FreeKVCacheBlockQueue | FreeBlocks:

@@ -18,8 +18,8 @@ class EvictionPolicy(Protocol):
 
     Two things to know about a block that comes back with ``release``. Its ``prefix_hash`` names the whole prefix that
     ends with it: a prefix that was overwritten and is computed again has the same hash, which is how a policy can
-    remember what it gave away. And the hash of a block that is with the policy may turn to None at any time, when the
-    block is evicted by id or the cache is reset; it stays where it is.
+    remember what it gave away. And a block that is with the policy may lose its hash, when it is evicted by id or the
+    cache is reset: it is reused then, and released again with the unhashed ones.
 
     Every call is O(1) a block, amortized. :func:`kvcore.testing_eviction.check_eviction_policy` tests all of this.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
@@ -13,7 +13,8 @@ class Priority:
     """The blocks of the least urgent requests go first, of those the least recently released.
 
     A block is as urgent as the most urgent request that used it since it was filled: the lowest ``priority``. A request
-    without one counts as 0. O(1) a block in every call, and O(priorities) for one that was never seen.
+    without one counts as 0. O(1) a block in every call, and O(priorities among the free blocks) where one
+    appears or disappears.
     """
 
     def __init__(self) -> None:
@@ -53,23 +54,31 @@ class Priority:
         for block in blocks:
             if block in self._free:
                 self._free.remove(block)
-                self._by_priority[self._priority[block]].remove(block)
+                priority = self._priority[block]
+                self._by_priority[priority].remove(block)
+                self._drop_if_empty(priority)
             else:
                 self._unhashed.remove(block)
 
     def take(self, n: int) -> list[KVCacheBlock]:
         """What cannot be hit, then from the least urgent on."""
         taken = self._unhashed.popleft_n(min(n, len(self._unhashed)))
-        for negated in self._order:
-            if len(taken) == n:
-                break
-            queue = self._by_priority[-negated]
+        while len(taken) < n:
+            priority = -self._order[0]
+            queue = self._by_priority[priority]
             victims = queue.popleft_n(min(n - len(taken), len(queue)))
             self._free.difference_update(victims)
             for block in victims:
                 del self._priority[block]
             taken += victims
+            self._drop_if_empty(priority)
         return taken
+
+    def _drop_if_empty(self, priority: int) -> None:
+        """Priorities may be deadlines: as many as there ever were requests."""
+        if not self._by_priority[priority].num_free_blocks:
+            del self._by_priority[priority]
+            del self._order[bisect_left(self._order, -priority)]
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         yield from self._unhashed

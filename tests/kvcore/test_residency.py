@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import count
 
 import pytest
 
-from kvcore import BlockHasher, ConfigError, KVCacheManager, PinError, Request
+from kvcore import BlockHasher, ConfigError, KVCacheManager, PinError, Request, RequestProtocolError
 from kvcore.testing import admit, assert_eviction_order, cache_prompt, make_manager, make_request, make_spec, table
 
 PREFIX = range(100, 108)
@@ -174,3 +175,19 @@ def test_a_request_that_runs_on_a_pinned_prefix_gives_back_only_its_own() -> Non
     manager.check_invariants()
     fill(manager)
     assert hit(manager, PREFIX) == 8
+
+
+def test_any_kind_of_token_ids_can_be_pinned_and_what_is_no_request_is_refused() -> None:
+    manager = make_manager(20)
+    cached = cache(manager, PREFIX)
+    for tokens in (tuple(PREFIX), iter(PREFIX), array("I", PREFIX)):
+        assert manager.residency.pin(tokens, block_hasher=cached.block_hasher).num_tokens == 8
+
+    class Halfway:
+        request_id = "halfway"
+        num_tokens = num_computed_tokens = 8
+        block_hashes = cached.block_hashes
+
+    with pytest.raises(RequestProtocolError, match="block_contents"):
+        manager.residency.pin(Halfway())  # type: ignore[arg-type]
+    manager.check_invariants()

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvcore import KVCacheBlock
-from kvcore.eviction import LRU, POLICIES, Adaptive, EvictionPolicy
+from kvcore import ConfigError, KVCacheBlock
+from kvcore.eviction import LRU, POLICIES, SLRU, Adaptive, EvictionPolicy, Priority
+from kvcore.testing import admit, cache_prompt, make_manager, make_request
 from kvcore.testing_eviction import check_eviction_policy
 from tests.kvcore.oracle import AnythingGoes, Cache, run_machine
 
@@ -121,3 +122,49 @@ def test_the_suite_can_leave_the_order_within_a_prefix_to_the_policy() -> None:
 
 def test_an_adaptive_policy_passes_with_more_blocks_than_its_shadows_hold() -> None:
     check_eviction_policy(Adaptive, num_blocks=(2100,), num_steps=50)
+
+
+def test_a_policy_serves_one_pool_even_if_that_holds_none_of_its_blocks_at_the_moment() -> None:
+    policy = SLRU()
+    manager = make_manager(4, eviction_policy=policy)
+    admit(manager, make_request("all of it", range(12), manager))
+    with pytest.raises(ConfigError, match="serves a pool already: make one for each"):
+        make_manager(4, eviction_policy=policy)
+
+
+def test_priorities_that_never_come_again_leave_nothing_behind() -> None:
+    policy = Priority()
+    manager = make_manager(6, eviction_policy=policy)
+    for deadline in range(200):
+        request = make_request("a", [deadline] * 8, manager, priority=deadline)
+        admit(manager, request)
+        manager.free(request)
+    assert len(policy._by_priority) == len(policy._order) <= 5
+
+
+def test_a_policy_that_fails_to_serve_leaves_the_books_as_they_were() -> None:
+    manager = make_manager(6, eviction_policy="priority")
+    request = make_request("a", range(8), manager)
+    admit(manager, request)
+    request.priority = "urgent"  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        manager.free(request)
+    manager.check_invariants()
+    request.priority = 0
+    manager.free(request)
+    assert manager.usage == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_reset_what_was_worth_most_keeps_nothing_new_out(policy: str) -> None:
+    manager = make_manager(21, eviction_policy=policy)
+    for _ in range(3):
+        for number in range(4):
+            cache_prompt(manager, "old", [number] * 17)
+    assert manager.reset_prefix_cache()
+    new = [[100 + number] * 17 for number in range(3)]
+    for tokens in new:
+        cache_prompt(manager, "new", tokens)
+    for tokens in new:
+        assert manager.get_computed_blocks(make_request("again", tokens, manager))[1] == 16
+    manager.check_invariants()
