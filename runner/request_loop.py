@@ -189,11 +189,11 @@ class RequestLoop:
             An output for each request that got a token; empty if all are still at their prompts, or nothing is under
             way.
         """
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return []
-        outputs = []
+        outputs: list[RequestOutput] = []
         try:
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return outputs
             for live, token in self._compute(scheduled):
                 outputs.append(live.append(token))
                 if outputs[-1].finished:
@@ -243,7 +243,9 @@ class RequestLoop:
         """After a step that failed half way: its full blocks are registered, but may not hold what they should."""
         for live in list(self._live.values()):
             self._let_go(live)
-        self.manager.reset_prefix_cache()
+        if not self.manager.reset_prefix_cache():
+            # Something is pinned. What is evicted is found by nobody, whoever holds it.
+            self.manager.evict_blocks(range(1, len(self.manager.block_pool.blocks)))
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 
+from kvcore.errors import UnknownRequestError
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request
 from runner.errors import RequestRefusedError
@@ -151,17 +153,20 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Let go of a request, finished or aborted, and of its blocks if it has any. O(requests + its blocks).
 
-        Between two steps at any time; not between :meth:`schedule` and :meth:`complete`.
+        Between two steps at any time; between :meth:`schedule` and :meth:`complete` only all of them, as after a step
+        that failed.
 
         Raises:
             ValueError: It is not here.
         """
-        if request in self.running:
-            self.running.remove(request)
+        if self._turns.pop(request.request_id, None) is None:
+            raise ValueError(f"request {request.request_id!r} is not here: it was removed before, or never added")
+        for requests in (self.running, self.waiting):
+            if request in requests:
+                requests.remove(request)
+        # Where a step was interrupted, who holds blocks may stand in either list, or in neither.
+        with suppress(UnknownRequestError):
             self.manager.free(request)
-        else:
-            self.waiting.remove(request)
-        del self._turns[request.request_id]
 
     def schedule(self) -> list[Scheduled]:
         """Decide on a step and take the blocks it needs. Empty if there is nothing to do.

@@ -381,6 +381,44 @@ def test_after_a_step_that_failed_the_books_are_in_order_and_no_half_computed_bl
     assert outputs[0].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("failing", ["schedule", "_schedule_running", "_enter", "complete"])
+@pytest.mark.parametrize("pinned", [False, True], ids=["nothing pinned", "a prefix pinned"])
+def test_whatever_part_of_a_step_is_interrupted_nothing_is_leaked_or_found_that_was_not_computed(
+    monkeypatch: pytest.MonkeyPatch, failing: str, pinned: bool
+) -> None:
+    engine = byte_engine()
+    params = SamplingParams(max_tokens=4)
+    expected = [output.token_ids for output in engine.generate(TEXTS, params)]
+    engine = byte_engine()
+    engine.generate("another prompt, that stays", params)
+    pins = []
+    if pinned:
+        pins.append(
+            engine.manager.residency.pin(engine.encode("another prompt, that stays"), block_hasher=engine.hasher)
+        )
+        assert pins[0].num_tokens
+
+    def interrupted(*args: Any, **settings: Any) -> None:
+        original(*args, **settings)
+        raise KeyboardInterrupt
+
+    for text in TEXTS:
+        engine.add_request(text, params)
+    with monkeypatch.context() as patch:
+        original = getattr(engine.scheduler, failing)
+        patch.setattr(engine.scheduler, failing, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.has_unfinished_requests
+    engine.manager.check_invariants()
+    outputs = engine.generate(TEXTS, params)
+    assert [output.token_ids for output in outputs] == expected
+    assert outputs[0].num_cached_tokens == 0
+    for pin in pins:
+        engine.manager.residency.unpin(pin)
+    assert engine.manager.usage == 0
+
+
 def test_a_tokenizer_that_fails_in_the_middle_leaves_the_books_in_order(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,7 +293,7 @@ def test_a_removed_request_may_be_added_again_under_its_name() -> None:
 
 def test_removing_an_unknown_request_is_an_error() -> None:
     scheduler = scheduler_with(5)
-    with pytest.raises(ValueError, match="not in"):
+    with pytest.raises(ValueError, match="is not here"):
         scheduler.remove(Request("x", [1]))
 
 
