@@ -26,13 +26,15 @@ def to_runs(ids: Sequence[int]) -> str:
     return " ".join(parts)
 
 
-def from_runs(text: str) -> Iterable[int]:
-    """The ids that :func:`to_runs` wrote.
+def from_runs(text: str, num_blocks: int) -> Iterable[int]:
+    """The ids that :func:`to_runs` wrote, of a pool with ``num_blocks`` blocks.
 
     Raises:
-        ValueError: The text is none of its.
+        ValueError: The text is none of its, or an id is not of such a pool.
     """
     for part in text.split():
         first, dash, last = part.partition("-")
         start, end = int(first), int(last if dash else first)
+        if max(start, end) >= num_blocks:
+            raise ValueError(f"block {max(start, end)} is not in a pool of {num_blocks} blocks")
         yield from range(start, end + 1) if end >= start else range(start, end - 1, -1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcore.arguments import count
 from kvcore.cli_inspect import write_page
+from kvcore.errors import ConfigError
 from kvcore.replay_calls import ReplayedCalls, replay_calls
 from kvcore.snapshot import save_snapshots
 from kvcore.snapshot_html import snapshots_to_html
@@ -42,7 +43,10 @@ def _replay(args: argparse.Namespace) -> str:
         page = snapshots_to_html(replayed.snapshots, title=f"KV cache: {Path(args.file).name}")
         lines.append(write_page(args.html, page, len(replayed.snapshots)))
     if args.snapshots:
-        save_snapshots(args.snapshots, replayed.snapshots)
+        try:
+            save_snapshots(args.snapshots, replayed.snapshots)
+        except OSError as error:
+            raise ConfigError(f"cannot write {args.snapshots!r}: {error}") from error
         lines.append(f"wrote {args.snapshots}: {len(replayed.snapshots)} snapshots")
     if replayed.difference is None:
         return "\n".join(lines)

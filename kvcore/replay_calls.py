@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,7 @@ class ReplayedCalls:
         num_skipped: Calls that raised and whose arguments could not be written down: they are not made again.
         difference: The first difference, None if there is none.
         torn: What is known of a last line that was not finished; None if the last line is whole.
+        last_line: Number of the last line that was run.
         snapshots: The pool after the last calls, if they were asked for.
     """
 
@@ -75,6 +76,7 @@ class ReplayedCalls:
     num_skipped: int
     difference: Difference | None
     torn: str | None
+    last_line: int
     snapshots: tuple[Snapshot, ...]
 
 
@@ -100,6 +102,12 @@ def replay_calls(
         FileFormatError: The file is no recording, or a line in it is broken; the message names the line.
         InvariantError: With ``check_invariants``, the first that does not agree.
     """
+    snapshots_from = sys.maxsize
+    if num_snapshots:
+        # A snapshot costs as much as many calls: a first run tells where the last ones begin.
+        end = replay_calls(path, make_manager=make_manager).last_line
+        snapshots_from = end - num_snapshots + 1
+    last_line = 1
     lines = _lines(path)
     _, first, is_whole = next(lines, (1, "", False))
     try:
@@ -114,7 +122,7 @@ def replay_calls(
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{os.fspath(path)!r} cannot be replayed: {_say(error)}") from error
     difference = torn = None
-    snapshots: deque[Snapshot] = deque(maxlen=num_snapshots)
+    snapshots: list[Snapshot] = []
     for number, text, is_whole in lines:
         if not is_whole:
             torn = replay.describe_torn(number, text)
@@ -123,11 +131,14 @@ def replay_calls(
             difference = replay.run(number, text)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise FileFormatError(f"{os.fspath(path)!r}, line {number} is broken: {_say(error)}") from error
-        if num_snapshots:
+        last_line = number
+        if number >= snapshots_from:
             snapshots.append(replay.snapshot(f"Line {number}: {replay.last_call}"))
         if difference is not None:
             break
-    return ReplayedCalls(replay.num_calls, replay.num_raised, replay.num_skipped, difference, torn, tuple(snapshots))
+    return ReplayedCalls(
+        replay.num_calls, replay.num_raised, replay.num_skipped, difference, torn, last_line, tuple(snapshots)
+    )
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str, bool]]:

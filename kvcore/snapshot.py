@@ -256,16 +256,21 @@ class Snapshot:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Snapshot:
+        num_blocks = values["num_blocks"]
+        if num_blocks < 2:
+            raise FileFormatError(f"a pool has two blocks at least, this snapshot says {num_blocks}")
         blocks = {block["block_id"]: BlockSnapshot(**block) for block in values["blocks"]}
         return cls(
             label=values["label"],
             groups=tuple(
                 GroupSnapshot(**{**group, "layer_names": tuple(group["layer_names"])}) for group in values["groups"]
             ),
-            blocks=tuple(blocks.get(block_id) or BlockSnapshot(block_id) for block_id in range(values["num_blocks"])),
-            queue=tuple(from_runs(values["queue"])),
+            blocks=tuple(blocks.get(block_id) or BlockSnapshot(block_id) for block_id in range(num_blocks)),
+            queue=tuple(from_runs(values["queue"], num_blocks)),
             requests=tuple(
-                RequestSnapshot(**{**request, "tables": tuple(tuple(from_runs(table)) for table in request["tables"])})
+                RequestSnapshot(
+                    **{**request, "tables": tuple(tuple(from_runs(table, num_blocks)) for table in request["tables"])}
+                )
                 for request in values["requests"]
             ),
             enable_caching=values["enable_caching"],

@@ -11,8 +11,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvcore.arguments import count, number_of_bytes
 from kvcore.errors import KVCacheError
+from kvcore.eviction import POLICIES
 from runner.attention import BACKENDS
-from runner.config import DTYPES, EngineConfig
+from runner.config import DTYPES, WINDOW_RETENTIONS, EngineConfig
 from runner.engine import Engine
 from runner.errors import ModelNotFoundError, RunnerError
 from runner.sampling import SamplingParams
@@ -61,7 +62,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-batched-tokens", type=count, metavar="N", help="tokens in a step (default: %(default)s)"
     )
-    names = ("attention_backend", "block_size", "max_num_seqs", "max_num_batched_tokens")
+    group.add_argument(
+        "--eviction-policy",
+        choices=sorted(POLICIES),
+        metavar="NAME",
+        help=f"{', '.join(sorted(POLICIES))} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--window-retention",
+        choices=WINDOW_RETENTIONS,
+        metavar="NAME",
+        help="of what windows leave behind, keep the ends of prompts, or all (default: %(default)s)",
+    )
+    names = (
+        "attention_backend",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "eviction_policy",
+        "window_retention",
+    )
     parser.set_defaults(**{name: getattr(EngineConfig, name) for name in names})
 
 

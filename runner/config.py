@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from kvcore.eviction import POLICIES, PolicyChoice
 from kvcore.planning_hf import max_model_len_from_hf_config
 from kvcore.planning_text import size
 from runner.errors import EngineConfigError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Element types of weights and cache, by the names that torch has for them."""
+
+WINDOW_RETENTIONS = ("ends", "all")
+"""What may become of blocks that a window has left, see :class:`EngineConfig`."""
 
 DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
 GPU_KV_CACHE_SHARE = 0.8
@@ -25,7 +29,7 @@ class EngineConfig:
     """Settings of an :class:`~runner.engine.Engine`.
 
     Args:
-        dtype: Element type of weights and cache, a name in :data:`DTYPES`. None: float32 on a CPU, which is exact and
+        dtype: Element type of weights and cache, "float32", "bfloat16", "float16" or "float64". None: float32 on a CPU, which is exact and
             often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
         attention_backend: A name in :data:`runner.attention.BACKENDS`.
@@ -42,13 +46,14 @@ class EngineConfig:
             :class:`~runner.scheduler.Scheduler`.
         enable_caching: Let requests share the blocks of equal prefixes.
         hash_algorithm: A name in :data:`kvcore.hashing.ALGORITHMS`.
-        eviction_policy: Which cached block is overwritten next, see :class:`kvcore.KVCacheManager`.
+        eviction_policy: Which cached block is overwritten next: a name of :data:`kvcore.eviction.POLICIES`, or as
+            for :class:`kvcore.KVCacheManager`.
         window_retention: What becomes of blocks that a window has left: "ends" keeps those at which a later prompt is
             likely to join in, "all" treats them like the others.
 
     Raises:
-        EngineConfigError: A number out of its range, an unknown dtype, fewer tokens a step than requests, or both sizes
-            of the cache given.
+        EngineConfigError: A number out of its range, an unknown dtype, policy or retention, fewer tokens a step than
+            requests, or both sizes of the cache given.
     """
 
     dtype: str | None = None
@@ -65,7 +70,7 @@ class EngineConfig:
     max_overtakes: int = 16
     enable_caching: bool = True
     hash_algorithm: str = "xxh3"
-    eviction_policy: str = "lru"
+    eviction_policy: PolicyChoice = "lru"
     window_retention: str = "ends"
 
     def __post_init__(self) -> None:
@@ -79,6 +84,15 @@ class EngineConfig:
             raise EngineConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "each running request computes one token a step at least"
+            )
+        if self.window_retention not in WINDOW_RETENTIONS:
+            raise EngineConfigError(
+                f"window_retention must be one of {', '.join(WINDOW_RETENTIONS)}; got {self.window_retention!r}"
+            )
+        if isinstance(self.eviction_policy, str) and self.eviction_policy not in POLICIES:
+            raise EngineConfigError(
+                f"eviction_policy must be one of {', '.join(sorted(POLICIES))}, a policy, or a class of policies; got "
+                f"{self.eviction_policy!r}"
             )
         if self.kv_cache_memory is not None and self.num_blocks is not None:
             raise EngineConfigError("pass either kv_cache_memory or num_blocks, not both")

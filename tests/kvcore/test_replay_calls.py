@@ -504,6 +504,8 @@ def test_the_command_says_that_all_is_the_same_and_makes_a_page(
     assert "all answered as recorded" in said
     assert page.read_text().startswith("<!doctype html>")
     assert len(load_snapshots(snapshots)) == 5
+    assert main(["replay-calls", str(path), "--snapshots", str(tmp_path / "missing" / "pool.jsonl")]) == 2
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_the_command_shows_the_first_difference_and_ends_with_status_1(

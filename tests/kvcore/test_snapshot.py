@@ -207,6 +207,22 @@ def test_what_is_no_snapshot_is_refused_with_its_line(tmp_path: Path, text: str,
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_blocks", 1, "a pool has two blocks at least"),
+        ("queue", "500", "block 500 is not in a pool"),
+        ("queue", "1-999999999999", "block 999999999999 is not in a pool"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_of_a_pool_is_refused(
+    manager: KVCacheManager, name: str, value: object, message: str
+) -> None:
+    values = json.loads(manager.snapshot().to_json())
+    with pytest.raises(FileFormatError, match=message):
+        Snapshot.from_json(json.dumps({**values, name: value}))
+
+
 def test_a_broken_line_behind_good_ones_is_named(tmp_path: Path, manager: KVCacheManager) -> None:
     path = tmp_path / "pool.jsonl"
     line = manager.snapshot().to_json()
@@ -232,7 +248,7 @@ def test_a_block_that_says_it_is_other_than_it_was_is_another(manager: KVCacheMa
 
 @given(st.lists(st.integers(0, 30)))
 def test_runs_are_read_back_as_the_ids_they_were_written_from(ids: list[int]) -> None:
-    assert list(from_runs(to_runs(ids))) == ids
+    assert list(from_runs(to_runs(ids), 1 + max(ids, default=0))) == ids
 
 
 @pytest.mark.parametrize(

@@ -485,6 +485,8 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
             r"the cache takes 14.* TiB and this machine has .* lower kv_cache_",
         ),
         ({"dtype": "float3"}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 'float3'"),
+        ({"eviction_policy": "lfuu"}, "eviction_policy must be one of adaptive, .* got 'lfuu'"),
+        ({"window_retention": "tails"}, "window_retention must be one of ends, all; got 'tails'"),
         ({"dtype": 16}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 16"),
     ],
 )
