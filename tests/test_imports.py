@@ -33,14 +33,36 @@ def test_importing_kvcore_loads_only_xxhash_and_cbor2_beside_the_standard_librar
     assert loaded - {"kvcore", "xxhash", "cbor2", "_cbor2"} == set()
 
 
-def test_only_the_block_tables_for_runners_need_numpy_and_no_module_needs_torch_or_transformers() -> None:
-    import_all_but_block_table = "import importlib, pkgutil, kvcore\n" + (
+NEEDS = {
+    "kvcore.block_table": ("numpy", "runner"),
+    "kvcore.event_encoding": ("msgspec", "events"),
+    "kvcore.event_publisher": ("zmq", "events"),
+    "kvcore.event_subscriber": ("zmq", "events"),
+    "kvcore.prometheus": ("prometheus_client", "metrics"),
+}
+"""Modules that need more than the package does: what, and the extra that brings it."""
+
+OPTIONAL = {"torch", "numpy", "transformers", "msgspec", "zmq", "prometheus_client"}
+
+
+def test_no_module_needs_more_than_the_package_but_those_that_say_so() -> None:
+    import_the_others = "import importlib, pkgutil, kvcore\n" + (
         "for module in pkgutil.walk_packages(kvcore.__path__, 'kvcore.'):\n"
-        "    if module.name not in ('kvcore.__main__', 'kvcore.block_table'):\n"
+        f"    if module.name not in {['kvcore.__main__', *NEEDS]}:\n"
         "        importlib.import_module(module.name)"
     )
-    assert modules_after(import_all_but_block_table).isdisjoint({"torch", "numpy", "transformers"})
-    assert modules_after("import kvcore.block_table").isdisjoint({"torch", "transformers"})
+    assert modules_after(import_the_others).isdisjoint(OPTIONAL)
+    for module in NEEDS:
+        assert modules_after(f"import {module}").isdisjoint({"torch", "transformers"})
+
+
+@pytest.mark.parametrize("module", [module for module, (_, extra) in NEEDS.items() if extra != "runner"])
+def test_a_module_that_needs_what_is_not_installed_names_the_extra(module: str) -> None:
+    package, extra = NEEDS[module]
+    statement = f"import sys; sys.modules[{package!r}] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"pip install 'kvcore[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("package", ["kvcore", "runner"])
