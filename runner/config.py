@@ -29,8 +29,8 @@ class EngineConfig:
     """Settings of an :class:`~runner.engine.Engine`.
 
     Args:
-        dtype: Element type of weights and cache, "float32", "bfloat16", "float16" or "float64". None: float32 on a CPU, which is exact and
-            often faster there; elsewhere what the model was saved in.
+        dtype: Element type of weights and cache: "float32", "bfloat16", "float16" or "float64". None: float32 on a
+            CPU, which is exact and often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
         attention_backend: A name in :data:`runner.attention.BACKENDS`.
         block_size: Tokens per block. Layers that store fewer bytes per token than others get longer blocks.
