@@ -1,6 +1,6 @@
-"""Draws the queue of free blocks through the example of the page on eviction order, by running it.
+"""Draws the queue of free blocks, by running what the pictures show: step by step, and under each policy.
 
-python docs/eviction_picture.py        writes docs/assets/eviction_order.svg
+python docs/eviction_picture.py        writes docs/assets/eviction_order.svg and docs/assets/eviction_policies.svg
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from kvcore import KVCacheManager, Request
-from kvcore.testing import admit, free_block_ids, make_manager, make_request
+from kvcore.eviction import PolicyChoice, TailAwareLRU
+from kvcore.testing import admit, free_block_ids, make_manager, make_request, table
 
-PICTURE = Path(__file__).parent / "assets" / "eviction_order.svg"
+ASSETS = Path(__file__).parent / "assets"
+PICTURE = ASSETS / "eviction_order.svg"
+POLICIES_PICTURE = ASSETS / "eviction_policies.svg"
 
 STYLE = """
     text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933 }
@@ -76,18 +79,53 @@ def rows() -> list[Row]:
     return drawn
 
 
+POLICIES_TITLE = "The queue of free blocks after the same requests, under each policy"
+POLICIES: dict[str, PolicyChoice] = {
+    "lru: b was released before a came again": "lru",
+    "fifo: a was filled first": "fifo",
+    "lfu: a was hit": "lfu",
+    "slru: a was hit, hence protected": "slru",
+    "priority: b is the urgent one": "priority",
+    "tlru: the last block of each prompt first": lambda: TailAwareLRU(1),
+    "adaptive: as lru, until others do better": "adaptive",
+}
+
+
+def policy_rows() -> list[Row]:
+    """The queue after the same requests under each policy: a, b with a higher priority, a again, and c."""
+    drawn = []
+    for what, policy in POLICIES.items():
+        manager = make_manager(9, eviction_policy=policy)
+        owner: dict[int, str] = {}
+        for name, tokens, priority in (
+            ("a", [*range(8), 1], 0),
+            ("b", [*range(50, 58)], -1),
+            ("a", [*range(8), 1], 0),
+            ("c", [*range(100, 112)], 0),
+        ):
+            request = make_request(name, tokens, manager, priority=priority)
+            hits = admit(manager, request)
+            owner.update(dict.fromkeys(table(manager, request)[hits // 4 :], name))
+            manager.free(request)
+        blocks = manager.block_pool.blocks
+        free = free_block_ids(manager)
+        drawn.append(Row(what, [(i, owner.get(i, ""), blocks[i].block_hash is not None) for i in free]))
+    return drawn
+
+
 def free(manager: KVCacheManager, *requests: Request) -> None:
     for request in requests:
         manager.free(request)
 
 
-def svg(drawn: list[Row]) -> str:
+def svg(drawn: list[Row], title: str = "The queue of free blocks, step by step") -> str:
     """The rows as a picture, with a description for those who do not see it."""
+    width = 352 + 68 * max(len(row.blocks) for row in drawn)
     described = "; ".join(f"{row.what}: {', '.join(str(block[0]) for block in row.blocks)}" for row in drawn)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {64 * len(drawn) + 40}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {64 * len(drawn) + 40}" role="img" '
         'aria-labelledby="t d">',
-        '  <title id="t">The queue of free blocks, step by step</title>',
+        f'  <title id="t">{escape(title)}</title>',
         f'  <desc id="d">Free blocks, the next to be overwritten first. {escape(described)}.</desc>',
         f"  <style>{STYLE}\n  </style>",
         '  <text class="end" x="340" y="18">overwritten next</text>',
@@ -107,3 +145,4 @@ def svg(drawn: list[Row]) -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(svg(rows()), "utf-8")
+    POLICIES_PICTURE.write_text(svg(policy_rows(), POLICIES_TITLE), "utf-8")

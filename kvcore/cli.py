@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvcore import __version__, cli_inspect, cli_replay_calls
+from kvcore import __version__, cli_inspect, cli_replay, cli_replay_calls
 from kvcore.arguments import count, number_of_bytes
 from kvcore.errors import ConfigError, KVCacheError
 from kvcore.planning import CapacityReport, capacity_report
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_plan(commands)
     cli_inspect.add_parser(commands)
+    cli_replay.add_parser(commands)
     cli_replay_calls.add_parser(commands)
     return parser
 

@@ -51,10 +51,11 @@ class ReplayResult:
         block_size: Tokens of a block.
         num_requests: Requests of the trace.
         num_refused: Those that need more blocks than the pool has. They count as asked for and not found.
+        num_waited: Those that did not start when they arrived: too many ran, or no blocks were free.
         num_requests_hit: Those that found at least one block.
         num_blocks_asked: Full blocks of all prompts.
         num_blocks_hit: Those that were found.
-        num_tokens: Tokens of all prompts, with the one after the last full block.
+        num_tokens: Tokens of all prompts, with those after the last full block.
         num_evictions: Blocks that were overwritten while a prefix could still hit them.
         age_at_eviction: How many blocks had been asked for since they were last in use.
     """
@@ -64,6 +65,7 @@ class ReplayResult:
     block_size: int
     num_requests: int
     num_refused: int
+    num_waited: int
     num_requests_hit: int
     num_blocks_asked: int
     num_blocks_hit: int
@@ -99,6 +101,8 @@ class ReplayResult:
             "block_size": self.block_size,
             "num_requests": self.num_requests,
             "num_refused": self.num_refused,
+            "num_waited": self.num_waited,
+            "num_requests_hit": self.num_requests_hit,
             "num_evictions": self.num_evictions,
             "num_blocks_asked": self.num_blocks_asked,
             "num_blocks_hit": self.num_blocks_hit,

@@ -36,6 +36,8 @@ def test_the_smallest_program_of_getting_started_runs_and_leaves_nothing_in_use(
     assert names["manager"].usage == 0
 
 
-def test_the_picture_of_the_eviction_order_is_what_the_code_draws() -> None:
+def test_the_pictures_of_the_eviction_order_are_what_the_code_draws() -> None:
     drawing = runpy.run_path(str(CONCEPTS.parent / "eviction_picture.py"))
     assert drawing["PICTURE"].read_text("utf-8") == drawing["svg"](drawing["rows"]()), "run docs/eviction_picture.py"
+    drawn = drawing["svg"](drawing["policy_rows"](), drawing["POLICIES_TITLE"])
+    assert drawing["POLICIES_PICTURE"].read_text("utf-8") == drawn, "run docs/eviction_picture.py"

@@ -14,6 +14,7 @@ from kvcore.eviction.base import Segments
 from kvcore.eviction.shadow import Setting, Shadow
 
 NEW, HIT = 1, 2
+NOT_HIT, WAS_HIT, JUST_HIT = 0, 1, 2
 
 SETTINGS = (Setting(0), Setting(0.5), Setting(2), Setting(64), Setting(64, lucky_share=1 / 32, ghost_share=1 / 4))
 """What an adaptive policy chooses from.
@@ -25,11 +26,22 @@ a pool's length: loops, many equally busy users.
 
 GHOSTS = 4  # overwritten prefixes remembered, in pools
 SAMPLE_BLOCKS = 512  # a shadow holds from this many blocks up to twice as many, if the pool has more
-SETTINGS_A_POOL = 2  # choices between settings while as many blocks as the pool has are released
-MEMORY = 0.975  # what a hit counts for at the next choice, and so on: some 20 pools back
-LRU_LEAD = 0.03  # others have to beat LRU by this share of its hits and by their square root, which chance could be,
-LEAD = 0.01  # and one another by this share: a change of setting costs
-PATIENCE = 0.1  # hits that LRU may be ahead of the setting that rules before all starts anew, in pools
+CHOICES_A_POOL = 8  # choices between settings while as many blocks as the pool has are released
+MEMORY = 0.975 ** (2 / CHOICES_A_POOL)  # what a hit counts for at the next choice, and so on: some 20 pools back
+
+# What it takes to leave LRU: hits that LRU missed meanwhile, in pools and as a share of its own, and how sure that is,
+# in standard deviations. A change of setting costs up to a good part of a pool in hits, so that less is not worth it.
+LEAD_IN_POOLS = 0.1
+LEAD_OVER_LRU = 0.03
+CONFIDENCE = 1.5
+LEAD = 0.01  # what it takes to leave another setting, as a share of hits
+# What it takes to come back to LRU: hits given away, in pools and at least so many of the sample, beside a share of
+# what the setting had gained before.
+PATIENCE = 0.02
+LEAST_PATIENCE = 8
+GIVE_BACK = 0.25
+CAUTION = 2.0  # How much more it takes to leave LRU after each time that happened,
+CALM = 0.5 ** (1 / (100 * CHOICES_A_POOL))  # which wears off: by half in 100 pools.
 
 
 class Adaptive(Segments):
@@ -41,9 +53,11 @@ class Adaptive(Segments):
     block never outlives those before it in its prefix: they were released no earlier, and hit if it was.
 
     How large the credit should be depends on the traffic. Small shadows of the cache, one for each of
-    :data:`SETTINGS`, are shown a sample of the prefixes and count their hits; the setting with the most hits in the
-    recent past rules. Since LRU is among them, the policy does not stay behind it for long: as soon as another setting
-    has cost a tenth of a pool in hits, LRU rules again, and the past is forgotten.
+    ``SETTINGS``, are shown a sample of the prefixes and count their hits. LRU rules until another setting would
+    have found so many more that chance does not explain it and that a change is worth its price. From then on it is
+    not the shadow that counts but what the pool itself finds: when that falls behind the shadow of LRU by a fiftieth
+    of a pool, LRU rules again, the past is forgotten, and the next setting has to bring twice as much. So the policy
+    does not stay behind LRU for long, nor often.
 
     O(1) a block in every call, amortized. Beside the pool it remembers up to 4 hashes for each block of it, and some
     thousands in the shadows.
@@ -52,23 +66,33 @@ class Adaptive(Segments):
     def __init__(self) -> None:
         super().__init__(3)
         self.setting = SETTINGS[0]
+        self._marks = SETTINGS[-2]  # the setting that says which prefixes count as hit: while LRU rules, the next best
         self._credit = 0.0
         self._released_at: list[int] = []
-        self._was_hit: list[bool] = []
+        self._was_hit: list[int] = []  # NOT_HIT, WAS_HIT, JUST_HIT
         self._now = 0  # hashed blocks released so far
+        self._num_found = 0  # blocks of the sample that were hit, since the last choice
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._shadows: list[Shadow] = []
-        self._scores = [0.0] * len(SETTINGS)
         self._sample_one_in = 1
-        self._behind_lru = 0  # hits, counted from the last time it was not
         self._choose_at = 0
         self._random = random.Random(0)
+        self._caution = 1.0  # at least 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lru_hits = 0.0
+        # For each setting, its hits beyond those of LRU, and the sum of their squares.
+        self._gains = [0.0] * len(SETTINGS)
+        self._squares = [0.0] * len(SETTINGS)
+        # What the pool found beyond the shadow of LRU since the setting rules, and the most that this ever was.
+        self._gained = self._most_gained = 0
 
     def start(self) -> None:
         """Sizes the shadows."""
         num_blocks = self.num_blocks
         self._released_at = [0] * len(self.queue_of)
-        self._was_hit = [False] * len(self.queue_of)
+        self._was_hit = [NOT_HIT] * len(self.queue_of)
         one_in = self._sample_one_in = 1 << max(0, (num_blocks // SAMPLE_BLOCKS).bit_length() - 1)
         self._shadows = [
             Shadow(
@@ -79,33 +103,35 @@ class Adaptive(Segments):
             )
             for setting in SETTINGS
         ]
-        self._choose_at = num_blocks // SETTINGS_A_POOL
+        self._choose_at = num_blocks // CHOICES_A_POOL
 
     def release(self, unhashed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         """Those hit, and those before them in their prefix, to one queue; the others to the other."""
         self.release_unhashed(unhashed)
         was_hit = self._was_hit
         for block in unhashed:
-            was_hit[block.block_id] = False
+            was_hit[block.block_id] = NOT_HIT
         if not hashed:
             return
         ghosts = self._ghosts
         luck = self._random.random()
-        counts = luck < self.setting.lucky_share
-        ghosts_count = luck < self.setting.ghost_share
+        counts = luck < self._marks.lucky_share
+        ghosts_count = luck < self._marks.ghost_share
         now = self._now = self._now + len(hashed)
         keys = [_key(block) for block in hashed]
         first_hit = len(hashed)
         for i, block in enumerate(hashed):
             block_id = block.block_id
-            if was_hit[block_id]:
+            if hit := was_hit[block_id]:
                 counts = True
+                if hit == JUST_HIT and not crc32(keys[i]) % self._sample_one_in:
+                    self._num_found += 1
             elif keys[i] in ghosts:
                 del ghosts[keys[i]]
                 counts = counts or ghosts_count
             self._released_at[block_id] = now
             if counts:
-                was_hit[block_id] = True
+                was_hit[block_id] = WAS_HIT
                 first_hit = min(first_hit, i)
         self.append(hashed[:first_hit], NEW)
         self.append(hashed[first_hit:], HIT)
@@ -115,7 +141,7 @@ class Adaptive(Segments):
         """Notes that they were hit."""
         super().reuse(blocks)
         for block in blocks:
-            self._was_hit[block.block_id] = True
+            self._was_hit[block.block_id] = JUST_HIT
 
     def take(self, n: int) -> list[KVCacheBlock]:
         """What cannot be hit, then the older of the two heads, credit counted."""
@@ -123,7 +149,7 @@ class Adaptive(Segments):
         victims = [*islice(self._hashed(), n - len(taken))]
         ghosts = self._ghosts
         for block in victims:
-            self._was_hit[block.block_id] = False
+            self._was_hit[block.block_id] = NOT_HIT
             if block.prefix_hash is not None:
                 key = _key(block)
                 ghosts.pop(key, None)
@@ -165,28 +191,48 @@ class Adaptive(Segments):
             shadow.access(keys, self._now, luck)
         if self._now < self._choose_at:
             return
-        self._choose_at = self._now + max(1, self.num_blocks // SETTINGS_A_POOL)
+        self._choose_at = self._now + max(1, self.num_blocks // CHOICES_A_POOL)
         self._choose([shadow.hits for shadow in self._shadows])
+        self._num_found = 0
         for shadow in self._shadows:
             shadow.hits = 0
 
     def _choose(self, hits: Sequence[int]) -> None:
-        """Finds the best setting, given how many hits each had since the last choice."""
+        """Finds the best setting, given how many hits each shadow had since the last choice."""
+        self._lru_hits = self._lru_hits * MEMORY + hits[0]
+        for i, found in enumerate(hits):
+            gain = found - hits[0]
+            self._gains[i] = self._gains[i] * MEMORY + gain
+            self._squares[i] = self._squares[i] * MEMORY**2 + gain * gain
+        self._caution = max(1.0, self._caution * CALM)
         current = SETTINGS.index(self.setting)
-        self._scores = [score * MEMORY + new for score, new in zip(self._scores, hits, strict=True)]
-        self._behind_lru = max(0, self._behind_lru + hits[0] - hits[current])
-        if self._behind_lru > PATIENCE * self.num_blocks / self._sample_one_in:
-            # The traffic has changed: what the past says of other settings is no longer true.
-            self._scores = [0.0] * len(SETTINGS)
-            self._behind_lru = 0
-        scores = self._scores.copy()
-        scores[current] *= 1 + LEAD
-        scores[0] += LRU_LEAD * scores[0] + math.sqrt(scores[0])
-        best = scores.index(max(scores))
+        best = self._best_setting(current, hits[0])
         if best != current:
-            self._behind_lru = 0
+            self._gained = self._most_gained = 0
         self.setting = SETTINGS[best]
+        # The pool is made ready for the next setting: which blocks were marked when is what it starts from.
+        self._marks = SETTINGS[best or max(range(1, len(SETTINGS)), key=self._gains.__getitem__)]
         self._credit = self.setting.credit * self.num_blocks
+
+    def _best_setting(self, current: int, lru_hits: int) -> int:
+        """Which setting is to rule, where ``current`` does and the shadow of LRU had ``lru_hits`` new hits."""
+        gains = self._gains
+        best = gains.index(max(gains))
+        pool = self.num_blocks / self._sample_one_in
+        if not current:
+            lead = max(LEAD_IN_POOLS * pool * self._caution, LEAD_OVER_LRU * self._lru_hits)
+            lead = max(lead, CONFIDENCE * math.sqrt(self._squares[best] * self._caution))
+            return best if gains[best] > lead else 0
+        self._gained += self._num_found - lru_hits
+        self._most_gained = max(self._most_gained, self._gained)
+        patience = max(LEAST_PATIENCE, PATIENCE * pool) + GIVE_BACK * self._most_gained
+        if self._most_gained - self._gained > patience:
+            self._forget()
+            self._caution *= CAUTION
+            return 0
+        if gains[current] <= 0:
+            return 0
+        return best if gains[best] > gains[current] + LEAD * (self._lru_hits + gains[current]) else current
 
 
 def _key(block: KVCacheBlock) -> bytes:

@@ -6,17 +6,19 @@ import json
 from collections.abc import Sequence
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import CountError
+from kvcore import ConfigError, CountError, Request
 from kvcore.errors import FileFormatError
 from kvcore.eviction import LRU, POLICIES
-from kvcore.replay import replay, replay_all_knowing, summarize
+from kvcore.replay import OUTPUTS, replay, replay_all_knowing, summarize
+from kvcore.replay_formats import LineParser
 from kvcore.replay_results import Histogram
-from kvcore.replay_trace import TraceRequest, read_mooncake
+from kvcore.replay_trace import TraceRequest, read_trace
 from kvcore.testing import admit, make_manager, make_request
 from tests.kvcore.traces import KINDS, make_trace
 
@@ -147,7 +149,12 @@ def test_a_quantile_is_above_that_share_of_all() -> None:
 
 def test_a_policy_of_ones_own_replays_under_its_name() -> None:
     requests = make_trace("scans", 1, 100)
-    assert replay(requests, 100, LRU).policy == "LRU"
+
+    class Mine(LRU):
+        pass
+
+    assert replay(requests, 100, Mine).policy == "Mine"
+    assert replay(requests, 100, LRU).policy == "lru"
     assert replay(requests, 100, LRU()).num_blocks_hit == replay(requests, 100).num_blocks_hit
     assert replay(requests, 100, LRU, name="mine").policy == "mine"
 
@@ -175,14 +182,14 @@ GOOD = '{"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [0
 def test_a_trace_in_mooncakes_format_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f'{GOOD}\n\n{{"hash_ids": [], "priority": -2}}\n')
-    assert [*read_mooncake(path)] == [TraceRequest([0, 7], 5, 700, 3), TraceRequest([], priority=-2)]
+    assert [*read_trace(path)] == [TraceRequest([0, 7], 5, 700, 3), TraceRequest([], priority=-2)]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "not JSON"),
-        ("[1]", "expected an object with hash_ids, got list"),
+        ("[1]", "expected a JSON object, got list"),
         ("{}", "hash_ids must be a list .* got None"),
         ('{"hash_ids": [1, "2"]}', "hash_ids must be a list of whole numbers"),
         ('{"hash_ids": [true]}', "hash_ids must be"),
@@ -198,15 +205,146 @@ def test_a_bad_line_is_reported_with_its_number_and_passed_over_as_asked(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
-    requests = read_mooncake(path)
+    requests = read_trace(path)
     assert next(requests).hash_ids == [0, 7]
     with pytest.raises(FileFormatError, match=f"trace.jsonl, line 2: {message}"):
         next(requests)
     errors: list[FileFormatError] = []
-    assert len([*read_mooncake(path, on_bad_line=errors.append)]) == 2
+    assert len([*read_trace(path, on_bad_line=errors.append)]) == 2
     assert len(errors) == 1
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"cannot read the trace .*missing.jsonl: No such file"):
-        next(read_mooncake(tmp_path / "missing.jsonl"))
+        next(read_trace(tmp_path / "missing.jsonl"))
+
+
+@st.composite
+def timed_traces(draw: st.DrawFn) -> list[TraceRequest]:
+    """Conversations of tokens, two a block, whose prompts may repeat earlier ones with their answers."""
+    sequences: list[list[int]] = [[]]
+    parse = LineParser(2)
+    requests = []
+    now = 0
+    for _ in range(draw(st.integers(0, 25))):
+        now += draw(st.integers(0, 3))
+        start = draw(st.sampled_from(sequences))
+        prompt = start[: draw(st.integers(0, len(start)))] + draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))
+        answer = draw(st.lists(st.integers(0, 1), max_size=6))
+        sequences.append(prompt + answer)
+        line = {"timestamp": now, "prompt_token_ids": prompt, "output_token_ids": answer}
+        requests.append(parse(json.dumps(line | {"priority": draw(st.integers(-1, 1))})))
+        TOKENS[id(requests[-1])] = (requests[-1], prompt, answer)
+    return requests
+
+
+TOKENS: dict[int, tuple[TraceRequest, list[int], list[int]]] = {}
+"""The tokens of the requests of :func:`timed_traces`, which are held here so that no other gets their number."""
+
+
+def as_they_come(
+    requests: Sequence[TraceRequest], num_blocks: int, policy: str, outputs: str, concurrency: int
+) -> tuple[int, int, int, int]:
+    """As :func:`through_the_manager`, with arrivals and answers: a step a millisecond, a millisecond a token."""
+    manager = make_manager(num_blocks + 1, 2, eviction_policy=policy)
+    queue: list[tuple[int, TraceRequest]] = []
+    running: list[tuple[int, int, Request, list[int]]] = []
+    num_hit = num_requests_hit = num_refused = num_waited = now = arrived = 0
+
+    def end() -> None:
+        for entry in sorted(running, key=lambda entry: entry[:2]):
+            at, _, request, answer = entry
+            if at <= now:
+                running.remove(entry)
+                if outputs == "cache" and answer:
+                    request.append_output_token_ids(answer)
+                    manager.cache_blocks(request, request.num_tokens - 1)
+                manager.free(request)
+
+    def start() -> bool:
+        nonlocal num_hit, num_requests_hit, num_waited
+        if not queue or len(running) == concurrency:
+            return False
+        number, traced = queue[0]
+        _, prompt, answer = TOKENS[id(traced)]
+        request = make_request(str(number), prompt, manager, priority=traced.priority)
+        hits, num_hit_tokens = manager.get_computed_blocks(request)
+        lookahead = max(0, len(answer) - 1) if outputs != "ignore" else 0
+        new = len(prompt) - num_hit_tokens
+        if manager.allocate_slots(request, new, num_hit_tokens, hits, num_lookahead_tokens=lookahead) is None:
+            return False
+        request.num_computed_tokens = len(prompt)
+        num_hit += num_hit_tokens // 2
+        num_requests_hit += num_hit_tokens > 0
+        num_waited += now > traced.timestamp
+        running.append((now + len(answer), number, request, answer))
+        queue.pop(0)
+        return True
+
+    while arrived < len(requests) or queue or running:
+        while arrived < len(requests) and requests[arrived].timestamp <= now:
+            traced = requests[arrived]
+            _, prompt, answer = TOKENS[id(traced)]
+            num_tokens = len(prompt) + (max(0, len(answer) - 1) if outputs != "ignore" else 0)
+            if -(-num_tokens // 2) > num_blocks:
+                num_refused += 1
+            else:
+                queue.append((arrived, traced))
+            arrived += 1
+        end()
+        while start():
+            end()  # one without an answer ends as soon as it began
+        now += 1
+    manager.check_invariants()
+    assert manager.usage == 0
+    return num_hit, num_requests_hit, num_refused, num_waited
+
+
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    requests=timed_traces(),
+    num_blocks=st.integers(1, 25),
+    outputs=st.sampled_from(OUTPUTS),
+    concurrency=st.integers(1, 4),
+)
+def test_requests_that_overlap_find_what_the_manager_finds(
+    policy: str, requests: list[TraceRequest], num_blocks: int, outputs: str, concurrency: int
+) -> None:
+    options = {"block_size": 2, "outputs": outputs}
+    result = replay(requests, num_blocks, policy, concurrency=concurrency, seconds_per_token=0.001, **options)
+    expected = as_they_come(requests, num_blocks, policy, outputs, concurrency)
+    found = result.num_blocks_hit, result.num_requests_hit, result.num_refused, result.num_waited
+    assert found == expected
+    assert result.num_blocks_hit <= replay_all_knowing(requests, num_blocks, **options).num_blocks_hit
+    TOKENS.clear()
+
+
+def test_a_request_waits_for_a_place_and_for_blocks() -> None:
+    requests = [TraceRequest([1, 2], 0, 0, 100), TraceRequest([3, 4], 1000, 0, 100), TraceRequest([5], 9000, 0, 1)]
+    assert replay(requests, 6, concurrency=2).num_waited == 0
+    assert replay(requests, 6, concurrency=1).num_waited == 1
+    assert replay(requests, 5, concurrency=2).num_waited == 1
+    assert replay(requests, 5, concurrency=2, seconds_per_token=0.001).num_waited == 0
+
+
+def test_answers_that_are_not_known_take_blocks_and_are_never_found() -> None:
+    requests = [TraceRequest([1, 2], output_length=1025), TraceRequest([3, 4, 5]), TraceRequest([1, 2])]
+    for outputs in ("ignore", "hold"):
+        result = replay(requests, 6, outputs=outputs)
+        assert (result.num_blocks_hit, result.num_evictions) == (2, 0)
+    cached = replay(requests, 6, outputs="cache")
+    assert (cached.num_blocks_hit, cached.num_evictions) == (2, 2)
+    assert replay(requests, 4, outputs="hold").num_refused == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"concurrency": 0}, CountError),
+        ({"concurrency": 2, "seconds_per_token": -1}, CountError),
+        ({"outputs": "keep"}, ConfigError),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        replay([], 10, **options)

@@ -172,6 +172,55 @@ def few_shot_tree(rng: Random, n: int) -> Chains:
     return chains
 
 
+def waiting_sessions(rng: Random, n: int) -> Chains:
+    """Conversations whose users think for exponentially distributed times, and leave after five turns on average."""
+    ids = Ids()
+    systems = [ids(3) for _ in range(4)]
+    waiting: list[tuple[float, float, list[int]]] = []
+    chains: Chains = []
+    next_arrival = 0.0
+    while len(chains) < n:
+        if waiting and waiting[0][0] < next_arrival:
+            now, _, prompt = heapq.heappop(waiting)
+        else:
+            now, prompt = next_arrival, rng.choice(systems) + ids(rng.randint(2, 15))
+            next_arrival += rng.expovariate(1)
+        chains.append(prompt)
+        if rng.random() < 0.8:
+            heapq.heappush(waiting, (now + rng.expovariate(1 / 60), rng.random(), prompt + ids(rng.randint(2, 12))))
+    return chains
+
+
+def nightly_batch(rng: Random, n: int) -> Chains:
+    """Conversations by day; after every 500 requests, the same 250 documents: 8,000 blocks."""
+    ids = Ids()
+    instruction = ids(10)
+    documents = [instruction + ids(rng.randint(5, 40)) for _ in range(250)]
+    sessions = iter([[x + (1 << 40) for x in chain] for chain in waiting_sessions(rng, n)])
+    chains: Chains = []
+    while len(chains) < n:
+        chains += [*islice(sessions, 500), *documents]
+    return chains[:n]
+
+
+def documents(rng: Random, n: int) -> Chains:
+    """Answers from up to four documents, put into the prompt in the order of a search."""
+    ids = Ids()
+    system = ids(4)
+    lengths = [rng.randint(8, 40) for _ in range(800)]
+    popularity = _zipf(800, 0.8)
+    parts: dict[tuple[int, ...], list[int]] = {}
+    chains: Chains = []
+    for _ in range(n):
+        chain = system
+        path: tuple[int, ...] = ()
+        for document in rng.choices(range(800), popularity, k=rng.randint(1, 4)):
+            path = (*path, document)
+            chain = chain + parts.setdefault(path, ids(lengths[document]))
+        chains.append(chain + ids(2))
+    return chains
+
+
 def one_after_another(rng: Random, n: int) -> Chains:
     """Several kinds of traffic, each for a while, all of them twice."""
     chains: Chains = []
@@ -184,8 +233,9 @@ def one_after_another(rng: Random, n: int) -> Chains:
 KINDS: dict[str, Callable[[Random, int], Chains]] = {
     kind.__name__: kind
     for kind in (
-        agents, bursts, conversations, drifting, equally_likely, fashions, few_shot_tree, loop, one_after_another,
-        one_system_prompt, popular_prompts, scans, short_lived, twice,
+        agents, bursts, conversations, documents, drifting, equally_likely, fashions, few_shot_tree, loop,
+        nightly_batch, one_after_another, one_system_prompt, popular_prompts, scans, short_lived, twice,
+        waiting_sessions,
     )
 }  # fmt: skip
 
