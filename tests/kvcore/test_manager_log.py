@@ -66,7 +66,7 @@ def test_a_reset_is_told_and_so_is_one_that_could_not_be(caplog: pytest.LogCaptu
     manager.free(request)
     assert manager.reset_prefix_cache()
     assert caplog.messages == [
-        "the prefix cache was not reset: requests hold 3 blocks",
+        "the prefix cache was not reset: requests and pins hold 3 blocks",
         "the prefix cache was reset: nothing can be hit until requests have filled blocks again",
     ]
 
