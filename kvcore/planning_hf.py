@@ -30,6 +30,8 @@ _OTHER_STATE = {
     "state_size": "mamba",
     "conv_L_cache": "conv",
     "lru_width": "recurrent",
+    "rescale_every": "rwkv",
+    "sequence_kernel": "xlstm",
 }
 """Settings only a model with layers of another kind has: they tell where a config does not list its layer types."""
 
@@ -80,9 +82,12 @@ def specs_from_hf_config(config: object, *, block_size: int = 16, dtype: object 
             name.
     """
     text, outer = _text_config(config)
+    # What the layers are comes before any of their sizes: a model without attention has no heads to count, and what is
+    # to be said about it is the type of its layers.
     _refuse_other_models(text, outer)
     num_layers = _number(text, "num_hidden_layers")
     types = _layer_types(text, num_layers)
+    _refuse_other_layers(types)
     dtype_name = _dtype_name(dtype, text, outer)
     # The last num_kv_shared_layers read the cache of an earlier layer of their type.
     num_shared = text.get("num_kv_shared_layers") or 0
@@ -92,7 +97,7 @@ def specs_from_hf_config(config: object, *, block_size: int = 16, dtype: object 
             f"to share), got {num_shared!r}"
         )
     return {
-        f"layers.{i}": _layer_spec(text.layer(i), i, layer_type, block_size, dtype_name)
+        f"layers.{i}": _layer_spec(text.layer(i), layer_type, block_size, dtype_name)
         for i, layer_type in enumerate(types[: num_layers - num_shared])
     }
 
@@ -135,7 +140,8 @@ class _Values:
             found = [overrides for key, overrides in per_layer.items() if (str(key).lstrip("0") or "0") == str(index)]
             return _Values(self.source, overrides=found[0] if found else None, family=self.family)
         if isinstance(per_layer, Sequence):
-            return _Values(per_layer[index], family=self.family)
+            # Whole configs, with nothing left for the family to fill in.
+            return _Values(per_layer[index])
         return self
 
 
@@ -168,16 +174,33 @@ def _load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def _refuse_other_models(text: _Values, outer: _Values) -> None:
-    if text.get("is_encoder_decoder") or outer.get("is_encoder_decoder"):
-        raise ConfigError(
-            "layers of type cross-attention have no spec here: the encoder fills their cache once; kvcore plans for "
-            "decoder-only models, and this config says is_encoder_decoder"
-        )
+    for setting in ("is_encoder_decoder", "cross_attention_layers", "add_cross_attention"):
+        if value := text.get(setting) or outer.get(setting):
+            raise ConfigError(
+                f"layers of type cross-attention (the config sets {setting}={value!r}) have no spec here: their keys "
+                "and values are those of an encoder's output or of an image; kvcore plans for those of the tokens"
+            )
     if (bidirectional := text.get("use_bidirectional_attention")) in (True, "all"):
         raise ConfigError(
             f"layers of type bidirectional attention (use_bidirectional_attention={bidirectional!r}) have no spec "
             "here: they read tokens that come later, so that nothing they cache is final"
         )
+    if text.get("layer_types") is None and text.family is None:
+        for setting, layer_type in _OTHER_STATE.items():
+            if text.get(setting) is not None:
+                raise ConfigError(
+                    f'layers of type "{layer_type}" (the config sets {setting}={text.get(setting)!r}) have no spec '
+                    "here: they keep a state of fixed size, and kvcore plans for keys and values per token"
+                )
+
+
+def _refuse_other_layers(types: Sequence[str]) -> None:
+    for index, layer_type in enumerate(types):
+        if layer_type not in (FULL, SLIDING, CHUNKED):
+            raise ConfigError(
+                f'layers of type "{layer_type}" (layer {index}) have no spec here: kvcore plans for layers that keep '
+                f'keys and values per token and nothing else, those of type "{FULL}", "{SLIDING}" and "{CHUNKED}"'
+            )
 
 
 def _layer_types(text: _Values, num_layers: int) -> list[str]:
@@ -200,12 +223,6 @@ def _layer_types(text: _Values, num_layers: int) -> list[str]:
 
 
 def _types_without_family(text: _Values, num_layers: int, *, windows_off: bool) -> list[str]:
-    for setting, layer_type in _OTHER_STATE.items():
-        if text.get(setting) is not None:
-            raise ConfigError(
-                f'layers of type "{layer_type}" (the config sets {setting}={text.get(setting)!r}) have no spec here: '
-                "they keep a state of fixed size, and kvcore plans for keys and values per token"
-            )
     for setting in ("sliding_window", "attention_chunk_size"):
         # To guess would be unsafe: a full layer taken for a window layer loses tokens that it still reads.
         if text.get(setting) is not None and not (windows_off and setting == "sliding_window"):
@@ -217,27 +234,24 @@ def _types_without_family(text: _Values, num_layers: int, *, windows_off: bool) 
     return [FULL] * num_layers
 
 
-def _layer_spec(layer: _Values, index: int, layer_type: str, block_size: int, dtype: str) -> KVCacheSpec:
+def _layer_spec(layer: _Values, layer_type: str, block_size: int, dtype: str) -> KVCacheSpec:
     if (rank := layer.get("kv_lora_rank")) is not None:
         raise ConfigError(
             f"layers of type multi-head latent attention (MLA, kv_lora_rank={rank!r}) have no spec here: they cache "
             "one latent vector per token, and kvcore plans for keys and values per head"
         )
     kv_heads, head_size = _num_kv_heads(layer), _head_size(layer)
-    if layer_type == FULL:
-        # Gemma 4: full layers have larger heads, and fewer of them where keys serve as values.
-        head_size = layer.get("global_head_dim") or head_size
-        if layer.get("attention_k_eq_v"):
-            kv_heads = layer.get("num_global_key_value_heads") or kv_heads
-        return FullAttentionSpec(block_size, kv_heads, head_size, dtype)
     if layer_type == SLIDING:
         return SlidingWindowSpec(block_size, kv_heads, head_size, dtype, _number(layer, "sliding_window"))
     if layer_type == CHUNKED:
         return ChunkedLocalAttentionSpec(block_size, kv_heads, head_size, dtype, _number(layer, "attention_chunk_size"))
-    raise ConfigError(
-        f'layers of type "{layer_type}" (layer {index}) have no spec here: kvcore plans for keys and values per token, '
-        f'in layers of type "{FULL}", "{SLIDING}" and "{CHUNKED}"'
-    )
+    # Gemma 4: full layers have larger heads, and fewer of them where keys serve as values. Where a layer has a head_dim
+    # of its own, that is the larger one already.
+    if "head_dim" not in layer.overrides:
+        head_size = layer.get("global_head_dim") or head_size
+    if layer.get("attention_k_eq_v"):
+        kv_heads = layer.get("num_global_key_value_heads") or kv_heads
+    return FullAttentionSpec(block_size, kv_heads, head_size, dtype)
 
 
 def _num_kv_heads(layer: _Values) -> int:

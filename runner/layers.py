@@ -8,14 +8,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvcore.errors import ConfigError
-from kvcore.planning_families import CHUNKED, FULL, SLIDING
 from kvcore.planning_hf import specs_from_hf_config
 from kvcore.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from runner.attention.base import AttentionLayer
 from runner.errors import UnsupportedModelError
 from runner.hf_attention import AttentionCall, probe_attention
 
-ATTENTION_TYPES = (FULL, SLIDING, CHUNKED)
 NEUTRAL_FEATURES = frozenset({"cache_position", "position_ids", "return_dict", "use_cache"})
 """Keyword arguments that layers hand on and that change nothing for attention; nor do ``output_...``."""
 
@@ -24,19 +22,20 @@ def specs_of(config: PretrainedConfig, *, block_size: int, dtype: str) -> dict[s
     """What each layer caches, from the model's config alone, before any weight is loaded.
 
     Raises:
-        UnsupportedModelError: The config tells of layers that keep something else than keys and values per token.
+        UnsupportedModelError: The config tells of layers that keep something else than keys and values per token, or
+            that read another layer's.
     """
-    for index, layer_type in enumerate(getattr(config.get_text_config(), "layer_types", None) or ()):
-        # Before anything else: a model without attention has no sizes to plan with, and this is what to say about it.
-        if layer_type not in ATTENTION_TYPES:
-            raise UnsupportedModelError(
-                f"the runner cannot serve {config.model_type!r} models: layer {index} is of type {layer_type!r}, which "
-                f"keeps no keys and values per token; it serves layers of type {', '.join(map(repr, ATTENTION_TYPES))}"
-            )
     try:
-        return specs_from_hf_config(config, block_size=block_size, dtype=dtype)
+        specs = specs_from_hf_config(config, block_size=block_size, dtype=dtype)
     except ConfigError as error:
         raise UnsupportedModelError(f"the runner cannot serve {config.model_type!r} models: {error}") from error
+    if num_shared := getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"the runner cannot serve {config.model_type!r} models: the last {num_shared} layers read the cache of an "
+            f"earlier layer instead of one of their own (num_kv_shared_layers={num_shared}), which the runner does not "
+            "know how to give them"
+        )
+    return specs
 
 
 def check_positions(config: PretrainedConfig, *, max_model_len: int, max_num_batched_tokens: int) -> None:

@@ -329,6 +329,18 @@ def test_full_layers_of_gemma_4_have_larger_and_fewer_heads() -> None:
     assert specs_from_hf_config({**config, "attention_k_eq_v": False})["layers.5"].num_kv_heads == 4
 
 
+def test_a_head_size_given_layer_by_layer_is_not_replaced_by_that_of_the_family() -> None:
+    config = {"model_type": "gemma4_text", "num_hidden_layers": 6, "dtype": "bfloat16"}
+    heads = {"head_dim": 64, "num_key_value_heads": 1}
+    as_json = {**config, "per_layer_config": {"5": heads}}
+    layers = [SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=512)] * 5
+    as_object = SimpleNamespace(**config, per_layer_config=[*layers, SimpleNamespace(**heads)])
+    for given in (as_json, as_object):
+        specs = list(specs_from_hf_config(given).values())
+        assert specs[4] == SlidingWindowSpec(16, 4, 256, "bfloat16", sliding_window=512)
+        assert specs[5] == FullAttentionSpec(16, 1, 64, "bfloat16")
+
+
 def test_settings_of_single_layers_override_those_of_the_model() -> None:
     config = {**MISTRAL, "per_layer_config": {"03": {"num_key_value_heads": 2}, "10": {"sliding_window": 64}}}
     specs = specs_from_hf_config(config)
@@ -430,6 +442,28 @@ def test_planning_from_a_config_passes_on_what_planning_takes() -> None:
             {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "v_head_dim": 128},
             "multi-head latent attention \\(MLA, kv_lora_rank=512\\)",
             id="MLA",
+        ),
+        pytest.param(
+            {"model_type": "new", "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
+            'layers of type "linear_attention" \\(layer 1\\) have no spec here',
+            id="the layer types come before what else is missing",
+        ),
+        pytest.param(
+            {"model_type": "new", "ssm_state_size": 128},
+            'layers of type "mamba"',
+            id="so do the settings that tell them",
+        ),
+        pytest.param({**LLAMA, "model_type": "rwkv", "rescale_every": 6}, 'layers of type "rwkv"', id="rwkv"),
+        pytest.param({**LLAMA, "model_type": "xlstm", "sequence_kernel": "x"}, 'layers of type "xlstm"', id="xlstm"),
+        pytest.param(
+            {**LLAMA, "cross_attention_layers": [3, 8]},
+            "layers of type cross-attention \\(the config sets cross_attention_layers=\\[3, 8\\]\\)",
+            id="layers that read an image",
+        ),
+        pytest.param(
+            {**LLAMA, "add_cross_attention": True},
+            "cross-attention \\(the config sets add_cross_attention=True\\)",
+            id="a decoder that reads an encoder",
         ),
         pytest.param({**LLAMA, "is_encoder_decoder": True}, "cross-attention", id="encoder-decoder"),
         pytest.param({**GEMMA3_1B, "use_bidirectional_attention": True}, "bidirectional attention", id="bidirectional"),

@@ -54,6 +54,25 @@ ARCHITECTURES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_local_experts=2,
         no_rope_layers=[1, 1, 1, 0],
     ),
+    "smollm3-no-rope": lambda: transformers.SmolLM3Config(**SIZES),
+    "smollm3-windows": lambda: transformers.SmolLM3Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, no_rope_layer_interval=2
+    ),
+    "ministral-hybrid": lambda: transformers.MinistralConfig(**SIZES, **SLIDING_THEN_FULL),
+    "cohere2-hybrid": lambda: transformers.Cohere2Config(**SIZES, sliding_window=WINDOW),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "olmo3-hybrid": lambda: transformers.Olmo3Config(**SIZES, sliding_window=WINDOW),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "phi3-windows": lambda: transformers.Phi3Config(**SIZES, sliding_window=WINDOW),
+    "gemma4-two-head-sizes": lambda: transformers.Gemma4TextConfig(
+        **SIZES,
+        **SLIDING_THEN_FULL,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+    ),
 }
 
 
@@ -66,6 +85,9 @@ def small_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedM
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            # What is normed no longer has the size that initializer_range gave it, and attention would be flat.
+            torch.nn.init.constant_(parameter, 2.0)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model.eval()
 
@@ -78,8 +100,10 @@ def random_prompts(lengths: list[int], *, shared: int = 0, seed: int = 0) -> lis
 
 
 @torch.inference_mode()
-def generated_by_transformers(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy outputs of ``model.generate``, one prompt at a time."""
+def generated_by_transformers(
+    model: PreTrainedModel, prompts: list[list[int]], max_tokens: int, **settings: Any
+) -> list[list[int]]:
+    """Greedy outputs of ``model.generate``, one prompt at a time; it gets ``settings`` too."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
     outputs = []
@@ -89,6 +113,7 @@ def generated_by_transformers(model: PreTrainedModel, prompts: list[list[int]], 
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=max_tokens,
             do_sample=False,
+            **settings,
         )
         outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from runner import Engine, EngineConfig, SamplingParams
-from tests.runner.small_models import ARCHITECTURES, generated_by_transformers, random_prompts, small_model
+from tests.runner.small_models import ARCHITECTURES, WINDOW, generated_by_transformers, random_prompts, small_model
 
 MAX_TOKENS = 20
 QUICK = ["llama", "qwen2", "mistral", "gemma3-hybrid"]
@@ -20,6 +20,13 @@ QUICK = ["llama", "qwen2", "mistral", "gemma3-hybrid"]
 architectures = pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 )
+WINDOWED = [
+    (name, setting)
+    for name, config in ARCHITECTURES.items()
+    for setting in ("sliding_window", "attention_chunk_size")
+    if getattr(config(), setting, None) == WINDOW
+]
+"""With the setting that says how far the window or chunk reaches."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,11 @@ def case(architecture: str) -> Case:
     torch.set_num_threads(1)
     model = small_model(architecture)
     prompts = random_prompts([3, 16, 17, 40, 64, 65, 90, 121], shared=33)
-    return Case(model, prompts, generated_by_transformers(model, prompts, MAX_TOKENS))
+    expected = generated_by_transformers(model, prompts, MAX_TOKENS)
+    # A model that says one thing over and over, or the same to everyone, would forgive any mistake.
+    assert all(len(set(output)) > MAX_TOKENS // 2 for output in expected), expected
+    assert len({tuple(output) for output in expected}) == len(prompts), expected
+    return Case(model, prompts, expected)
 
 
 def engine_for(architecture: str, **config: object) -> Engine:
@@ -73,7 +84,8 @@ def test_prompts_computed_in_chunks_equal_one_by_one_generation(architecture: st
     this = case(architecture)
     engine = engine_for(architecture, max_num_batched_tokens=19, max_num_seqs=5, enable_caching=caching)
     assert answers(engine, this.prompts) == this.expected
-    assert answers(engine, this.prompts) == this.expected
+    if caching:  # without a cache, a second time is the first time again
+        assert answers(engine, this.prompts) == this.expected
 
 
 @architectures
@@ -105,6 +117,14 @@ def test_a_request_computed_beside_changing_others_equals_generation_alone(archi
     assert [outputs[str(i)].token_ids for i in range(len(this.prompts))] == this.expected
     engine.manager.check_invariants()
     assert engine.manager.usage == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "setting"), WINDOWED)
+def test_the_models_are_such_that_a_window_of_one_token_more_would_be_noticed(architecture: str, setting: str) -> None:
+    this = case(architecture)
+    longer = small_model(architecture, **{setting: WINDOW + 1})
+    assert generated_by_transformers(longer, this.prompts[-2:], MAX_TOKENS) != this.expected[-2:]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48])

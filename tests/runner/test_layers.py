@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
+from kvcore.planning_hf import specs_from_hf_config
 from kvcore.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from runner import Engine, EngineConfig, UnsupportedModelError
 from runner.hf_attention import ATTENTION_NAME, register
 from runner.layers import attention_layers, check_positions, specs_of
 from tests.runner.small_models import ARCHITECTURES, SIZES, SLIDING_THEN_FULL, WINDOW, small_model
 
+REFUSED_BY_CONFIG = {
+    "MambaConfig": r"linear_attention|mamba",
+    "Mamba2Config": r"linear_attention|mamba",
+    "JambaConfig": r"linear_attention|mamba",
+    "BambaConfig": r"linear_attention|mamba",
+    "FalconH1Config": r"hybrid|mamba",
+    "Qwen3NextConfig": r"linear_attention",
+    "RwkvConfig": r"rwkv",
+    "xLSTMConfig": r"xlstm",
+    "DeepseekV2Config": r"multi-head latent attention",
+    "DeepseekV3Config": r"multi-head latent attention",
+    "T5Config": r"cross-attention .*is_encoder_decoder",
+    "BartConfig": r"cross-attention .*is_encoder_decoder",
+    "MllamaConfig": r"cross-attention .*cross_attention_layers=\[3, 8,",
+    "Gemma3nTextConfig": r"the last 15 layers read the cache of an earlier layer",
+    "Gemma3nConfig": r"the last 15 layers read the cache of an earlier layer",
+}
+"""Configuration classes of transformers with what has to be said of their layers. What transformers calls the type of a
+layer may change with its version."""
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (transformers.MambaConfig(), r"'mamba'.*linear_attention"),
-        (transformers.JambaConfig(), r"'jamba'.*linear_attention"),
-        (transformers.Qwen3NextConfig(), r"'qwen3_next'.*linear_attention"),
-        (transformers.T5Config(), r"'t5'.*cross-attention"),
-        (transformers.DeepseekV3Config(), r"'deepseek_v3'.*multi-head latent attention"),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_layers_without_keys_and_values_per_token_are_refused_by_the_config_alone(
-    config: PretrainedConfig, message: str
-) -> None:
+
+@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
+def test_a_model_the_runner_has_no_place_for_is_refused_by_its_config_alone(name: str, tmp_path: Path) -> None:
+    config = getattr(transformers, name)()
+    message = f"cannot serve {config.model_type!r} models: .*({REFUSED_BY_CONFIG[name]})"
     with pytest.raises(UnsupportedModelError, match=message):
         specs_of(config, block_size=16, dtype="float32")
+    # From a folder without weights: nothing is loaded before it is refused.
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_config_json_of_a_model_says_the_same_as_its_config(architecture: str, tmp_path: Path) -> None:
+    config = ARCHITECTURES[architecture]()
+    config.save_pretrained(tmp_path)
+    assert specs_from_hf_config(tmp_path, dtype="float32") == specs_from_hf_config(config, dtype="float32")
 
 
 def test_attention_code_that_nothing_can_be_plugged_into_is_refused() -> None:
@@ -106,25 +130,38 @@ def test_queries_scaled_by_their_place_in_the_forward_limit_the_length_and_the_s
             check_positions(config, max_model_len=lengths[0], max_num_batched_tokens=lengths[1])
 
 
+KINDS = {
+    "gemma3-hybrid": "WWWF",
+    "gemma2-softcap": "WFWF",
+    "gpt-oss-sinks": "WFWF",
+    "llama4-chunks": "CCCF",
+    "qwen2-windows": "FFWW",
+    "smollm3-no-rope": "FFFF",
+    "smollm3-windows": "FWFW",
+    "ministral-hybrid": "WWWF",
+    "cohere2-hybrid": "WWWF",
+    "olmo2": "FFFF",
+    "olmo3-hybrid": "WWWF",
+    "phi3": "FFFF",
+    "phi3-windows": "WWWW",
+    "gemma4-two-head-sizes": "WWWF",
+}
+"""One letter a layer: F for full attention, W for a window, C for chunks."""
+
+
 def test_layers_are_what_their_model_says() -> None:
     register()
+    letters = {FullAttentionSpec: "F", SlidingWindowSpec: "W", ChunkedLocalAttentionSpec: "C"}
     kinds = {}
-    for name in ("gemma3-hybrid", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks", "qwen2-windows"):
+    for name in KINDS:
         model = small_model(name)
         model.set_attn_implementation(ATTENTION_NAME)
         layers = attention_layers(model, specs_of(model.config, block_size=16, dtype="float32"))
-        kinds[name] = [type(layer.spec) for layer in layers.values()]
+        kinds[name] = "".join(letters[type(layer.spec)] for layer in layers.values())
         assert [layer.num_query_heads for layer in layers.values()] == [4] * 4
         assert all((layer.softcap == 50.0) == (name == "gemma2-softcap") for layer in layers.values())
         assert all(layer.has_sinks == (name == "gpt-oss-sinks") for layer in layers.values())
-    full, window, chunks = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
-    assert kinds == {
-        "gemma3-hybrid": [window, window, window, full],
-        "gemma2-softcap": [window, full, window, full],
-        "gpt-oss-sinks": [window, full, window, full],
-        "llama4-chunks": [chunks, chunks, chunks, full],
-        "qwen2-windows": [full, full, window, window],
-    }
+    assert kinds == KINDS
 
 
 def test_a_hybrid_gets_groups_of_equal_size_and_one_buffer_for_each_place_in_a_group() -> None:
