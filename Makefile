@@ -15,7 +15,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test unit gpu lint format types docs docs-serve bench bench-docs peer import-time clean
+.PHONY: help demo test unit gpu lint format types docs docs-serve bench bench-engine bench-docs peer import-time clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,9 +69,13 @@ bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows;
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER)
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER)
 
-bench-docs: $(STAMPS)/bench peer ## as bench, and put tables and figures into docs/performance.md
+bench-engine: $(STAMPS)/demo $(STAMPS)/dev ## measure the runner's engine beside transformers; prints the tables
+	$(BIN)/python -m tests.bench.bench_engine
+
+bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer ## as both, and put tables and figures into docs/performance.md
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER) --update-docs
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER) --update-docs
+	$(BIN)/python -m tests.bench.bench_engine --update-docs
 
 peer: # an environment with vLLM's manager; nothing if it is there
 	@PYTHON=$(PYTHON) tests/bench/setup_peer.sh $(PEER)

@@ -24,18 +24,30 @@ MOST_SCORES = 1 << 20
 class Cohort:
     """B sequences with up to Q queries each, attended together.
 
+    A sequence reads S keys that all others read too, then P keys of its own; short rows of those repeat their last.
+
     Args:
         tokens: ``[B, Q]``, which of the step's T tokens the queries are; short rows repeat their last.
-        own_slots: ``[B, P]``, slots of the keys that a sequence reads for itself; short rows repeat their last.
-        hidden: ``[B, Q, P]``, True where a query does not read a key; None where each reads all.
-        shared_slots: ``[S]``, slots of keys that every query reads, all of them before the own ones; None where the
-            sequences share too few.
+        rows: ``[2 * (S + B * P)]``, rows of the cache (see :func:`cache_rows`): keys, then values, the shared ones
+            first.
+        num_shared: S; 0 where the sequences share too few.
+        mask: ``[B, Q, P]``, float32, to be added to scores: -inf where a query does not read an own key, else 0. None
+            where each reads all. No query reads none.
     """
 
     tokens: torch.Tensor
-    own_slots: torch.Tensor
-    hidden: torch.Tensor | None
-    shared_slots: torch.Tensor | None
+    rows: torch.Tensor
+    num_shared: int
+    mask: torch.Tensor | None
+
+
+def cache_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``[2 * S]``, where a cache ``[num_blocks, 2, block_size, ...]`` has the keys of slots ``[S]``, then the values.
+
+    Counted in rows of ``cache.flatten(0, 2)``.
+    """
+    keys = slots + slots // block_size * block_size
+    return torch.cat((keys, keys + block_size))
 
 
 def plan_cohorts(batch: GroupBatch, sequences: Sequence[int]) -> list[Cohort]:
@@ -73,8 +85,8 @@ def _num_shared_tokens(batch: GroupBatch, members: Sequence[int]) -> int:
     tables = [list(batch.block_ids[i]) for i in members]
     low, high = min(tables), max(tables)  # what the first and the last in order share, all between them share
     shared = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), min(len(low), len(high)))  # noqa: B905
-    # Every query reads all of it, the first one of each sequence included.
-    readable = min(batch.context_lens[i] - batch.query_lens[i] + 1 for i in members)
+    # Every query reads all of it, and itself besides, so that each has something of its own to read.
+    readable = min(batch.context_lens[i] - batch.query_lens[i] for i in members)
     return min(shared, readable // batch.spec.block_size) * batch.spec.block_size
 
 
@@ -106,9 +118,8 @@ def _cohort(batch: GroupBatch, members: Sequence[int], shared: int) -> Cohort:
     contexts = torch.tensor([batch.context_lens[i] for i in members])[:, None]  # [B, 1]
     own_start = torch.tensor(starts)[:, None]  # [B, 1]
     num_queries = torch.tensor([batch.query_lens[i] for i in members])[:, None]  # [B, 1]
-    # Padding repeats what is the sequence's own: other slots may hold NaN, and 0 * NaN is NaN. A sequence whose keys
-    # are all shared reads none for itself.
-    offsets = torch.arange(max(1, int((contexts - own_start).max())))  # [P]
+    # Padding repeats what is the sequence's own: other slots may hold NaN, and 0 * NaN is NaN.
+    offsets = torch.arange(int((contexts - own_start).max()))  # [P]
     positions = torch.minimum(own_start + offsets, contexts - 1)  # [B, P]
     queries = torch.minimum(torch.arange(int(num_queries.max())), num_queries - 1)  # [B, Q], counted in the sequence
     query_positions = contexts - num_queries + queries  # [B, Q]
@@ -119,15 +130,16 @@ def _cohort(batch: GroupBatch, members: Sequence[int], shared: int) -> Cohort:
     tables = [batch.block_ids[i] for i in members]
     width = max(len(ids) for ids in tables)
     table = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tables])  # [B, width]
-    own_slots = table.gather(1, positions // block_size) * block_size + positions % block_size
-    shared_slots = None
+    slots = (table.gather(1, positions // block_size) * block_size + positions % block_size).flatten()
     if shared:
-        shared_slots = (table[0, : shared // block_size, None] * block_size + torch.arange(block_size)).flatten()
+        shared_slots = table[0, : shared // block_size, None] * block_size + torch.arange(block_size)
+        slots = torch.cat((shared_slots.flatten(), slots))
     query_starts = torch.tensor([batch.query_starts[i] for i in members])[:, None]  # [B, 1]
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")) if hidden.any() else None
     device = batch.device
     return Cohort(
         tokens=(query_starts + queries).to(device, non_blocking=True),
-        own_slots=own_slots.to(device, non_blocking=True),
-        hidden=hidden.to(device, non_blocking=True) if hidden.any() else None,
-        shared_slots=None if shared_slots is None else shared_slots.to(device, non_blocking=True),
+        rows=cache_rows(slots, block_size).to(device, non_blocking=True),
+        num_shared=shared,
+        mask=None if mask is None else mask.to(device, non_blocking=True),
     )

@@ -2,7 +2,9 @@
 
 Two kinds of work in a step. A sequence with many new tokens (a prefill, or a chunk of one) is attended on its own.
 Sequences with few (decodes, and what is left of a prompt whose beginning was cached) are attended together, in as few
-operations as their tables allow; a run of blocks that they share is read once for all of them.
+operations as their tables allow; a run of blocks that they share is read once for all of them. What they read for
+themselves is attended beside it, and the two results are joined by the sums that their softmaxes divide by: exactly
+what one softmax over everything gives.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 
 from kvcore.spec import FullAttentionSpec, KVCacheSpec
 from runner.attention.base import AttentionBackend, AttentionLayer, visible_from, visible_from_each
-from runner.attention.cohorts import Cohort, plan_cohorts
+from runner.attention.cohorts import Cohort, cache_rows, plan_cohorts
 from runner.batch import GroupBatch
 
 FEW_QUERIES = 32
@@ -32,22 +34,27 @@ class Piece:
 
     Args:
         queries: Which of the step's T tokens.
-        slots: ``[S]``, slots of the keys they read; None: the keys of the very same tokens, straight from the
-            projection.
+        rows: ``[2 * S]``, rows of the cache with the keys they read, then with the values; None: those of the very same
+            tokens, straight from the projection.
         mask: ``[queries, S]``, True where a key may be read; None: each query reads the keys up to its own.
     """
 
     queries: slice
-    slots: torch.Tensor | None
+    rows: torch.Tensor | None
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """A step for one group."""
+    """A step for one group.
 
-    block_size: int
-    slot_mapping: torch.Tensor
+    Args:
+        written: ``[2, T]``, rows of the cache that the step's keys and values go to.
+        pieces: Sequences with many queries.
+        cohorts: Those with few.
+    """
+
+    written: torch.Tensor
     pieces: list[Piece]
     cohorts: list[Cohort]
 
@@ -55,7 +62,7 @@ class TorchPlan:
 class TorchBackend(AttentionBackend):
     """Any page size, any device, any element type.
 
-    What is gathered from the pages goes through two buffers that live as long as the backend. On a CPU that is most of
+    What is gathered from the pages goes through a buffer that lives as long as the backend. On a CPU that is most of
     the speed: memory fresh from the allocator costs a page fault every 4 KiB, several times what the gather itself
     does.
     """
@@ -63,7 +70,7 @@ class TorchBackend(AttentionBackend):
     name: ClassVar[str] = "torch"
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer = torch.empty(0)
 
     def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
         """Takes every layer."""
@@ -72,8 +79,7 @@ class TorchBackend(AttentionBackend):
         """Splits the step into cohorts of sequences and pieces of long ones. O(tokens they read)."""
         few = [i for i, n in enumerate(batch.query_lens) if n <= FEW_QUERIES]
         return TorchPlan(
-            block_size=batch.spec.block_size,
-            slot_mapping=batch.slot_mapping,
+            written=cache_rows(batch.slot_mapping, batch.spec.block_size).view(2, -1),
             pieces=[piece for i, n in enumerate(batch.query_lens) if n > FEW_QUERIES for piece in _pieces(batch, i)],
             cohorts=plan_cohorts(batch, few),
         )
@@ -91,113 +97,42 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As the contract says."""
-        num_kv_heads, head_size = key.shape[1:]
+        num_kv_heads = key.shape[1]
         group_size = query.shape[1] // num_kv_heads  # G, query heads per key head
-        rows = kv_cache.view(-1, num_kv_heads, head_size)  # [num_blocks * 2 * block_size, Hkv, D]
-        key_rows = _key_rows(plan.slot_mapping, plan.block_size)  # [T]
-        rows.index_copy_(0, key_rows, key)
-        rows.index_copy_(0, key_rows + plan.block_size, value)
+        rows = kv_cache.flatten(0, 2)  # [num_blocks * 2 * block_size, Hkv, D]
+        rows.index_copy_(0, plan.written[0], key)
+        rows.index_copy_(0, plan.written[1], value)
 
-        query = query.reshape(-1, num_kv_heads, group_size, head_size)  # [T, Hkv, G, D]
+        query = query.unflatten(1, (num_kv_heads, group_size))  # [T, Hkv, G, D]
         if sinks is not None:
-            sinks = sinks.view(num_kv_heads, group_size)  # [Hkv, G]
+            sinks = sinks.view(num_kv_heads, group_size, 1)  # [Hkv, G, 1], for all queries
         output = torch.empty_like(query, memory_format=torch.contiguous_format)  # [T, Hkv, G, D]
         for piece in plan.pieces:
-            if piece.slots is None:
+            if piece.rows is None:
                 keys, values = key[piece.queries], value[piece.queries]  # [S, Hkv, D] each
             else:
-                keys, values = self._gather(rows, piece.slots, plan.block_size)
-            queries = query[piece.queries]
-            if softcap is None and sinks is None:
-                output[piece.queries] = _attend_fused(queries, keys, values, piece.mask, scale=scale)
-            else:
-                output[piece.queries] = _attend_explicitly(
-                    queries, keys, values, piece.mask, scale=scale, softcap=softcap, sinks=sinks
-                )
+                keys, values = self._gather(rows, piece.rows)
+            output[piece.queries] = _attend_piece(
+                query[piece.queries], keys, values, piece.mask, scale=scale, softcap=softcap, sinks=sinks
+            )
         for cohort in plan.cohorts:
-            output[cohort.tokens] = self._attend_cohort(
-                query[cohort.tokens], rows, cohort, plan.block_size, scale=scale, softcap=softcap, sinks=sinks
+            keys, values = self._gather(rows, cohort.rows)  # [S + B * P, Hkv, D] each
+            output[cohort.tokens] = _attend_cohort(
+                query[cohort.tokens], keys, values, cohort, scale=scale, softcap=softcap, sinks=sinks
             )
         return output.flatten(1, 2)  # [T, Hq, D]
 
-    def _attend_cohort(
-        self,
-        query: torch.Tensor,  # [B, Q, Hkv, G, D]
-        rows: torch.Tensor,  # [num_blocks * 2 * block_size, Hkv, D]
-        cohort: Cohort,
-        block_size: int,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,  # [Hkv, G]
-    ) -> torch.Tensor:
-        """``[B, Q, Hkv, G, D]``: scores against the shared keys and the own ones, one softmax over both."""
-        batch, num_queries, num_kv_heads, group_size, head_size = query.shape
-        query = query.permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
-        by_sequence = query.reshape(batch, num_kv_heads, -1, head_size)  # [B, Hkv, G * Q, D]
-        own_keys, own_values = self._gather_by_head(rows, cohort.own_slots, block_size)  # [B, Hkv, P, D] each
-        scores = _capped(by_sequence @ own_keys.mT * scale, softcap)
-        scores = scores.view(*query.shape[:4], -1)  # [B, Hkv, G, Q, P]
-        if cohort.hidden is not None:
-            scores = scores.masked_fill_(cohort.hidden[:, None, None], float("-inf"))
-        if sinks is not None:
-            sinks = sinks[:, :, None]  # [Hkv, G, 1], for all queries
-        if cohort.shared_slots is None:
-            output = _softmax(scores, sinks).flatten(2, 3) @ own_values  # [B, Hkv, G * Q, D]
-        else:
-            # The shared keys meet the queries of all sequences in one product per head.
-            shared_keys, shared_values = self._gather(rows, cohort.shared_slots, block_size)  # [S, Hkv, D] each
-            by_head = by_sequence.transpose(0, 1).reshape(num_kv_heads, -1, head_size)  # [Hkv, B * G * Q, D]
-            shared_scores = _capped(by_head @ shared_keys.permute(1, 2, 0) * scale, softcap)  # [Hkv, B * G * Q, S]
-            shared_scores = shared_scores.view(num_kv_heads, batch, group_size, num_queries, -1).transpose(0, 1)
-            weights = _softmax(torch.cat((shared_scores, scores), -1), sinks)  # [B, Hkv, G, Q, S + P]
-            num_shared = shared_scores.shape[-1]
-            by_head = weights[..., :num_shared].transpose(0, 1).reshape(num_kv_heads, -1, num_shared)
-            output = by_head @ shared_values.transpose(0, 1)  # [Hkv, B * G * Q, D]
-            output = output.view(num_kv_heads, batch, -1, head_size).transpose(0, 1)  # [B, Hkv, G * Q, D]
-            output = output + weights[..., num_shared:].flatten(2, 3) @ own_values
-        return output.view(query.shape).permute(0, 3, 1, 2, 4)
-
-    def _gather(self, rows: torch.Tensor, slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of slots ``[S]``, as ``[S, Hkv, D]`` each, valid until the next call."""
-        num_kv_heads, head_size = rows.shape[1:]
-        key_rows = _key_rows(slots, block_size)
-        index = torch.cat((key_rows, key_rows + block_size))
-        gathered = self._buffer("rows", rows, (index.numel(), num_kv_heads * head_size))
-        torch.index_select(rows.flatten(1), 0, index, out=gathered)
-        keys, values = gathered.view(2, slots.numel(), num_kv_heads, head_size)
-        return keys, values
-
-    def _gather_by_head(
-        self, rows: torch.Tensor, slots: torch.Tensor, block_size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of slots ``[B, P]``, as ``[B, Hkv, P, D]`` each, valid until the next call.
-
-        Heads come before tokens, so that the batched products run on what was gathered as it is; they would otherwise
-        make another copy of it.
-        """
-        num_kv_heads, head_size = rows.shape[1:]
-        heads = torch.arange(num_kv_heads, device=slots.device)[:, None]
-        key_rows = _key_rows(slots, block_size)[:, None] * num_kv_heads + heads  # [B, Hkv, P]
-        index = torch.stack((key_rows, key_rows + block_size * num_kv_heads))  # [2, B, Hkv, P]
-        gathered = self._buffer("heads", rows, (index.numel(), head_size))
-        torch.index_select(rows.flatten(0, 1), 0, index.flatten(), out=gathered)
-        keys, values = gathered.view(*index.shape, head_size)
-        return keys, values
-
-    def _buffer(self, name: str, like: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """Uninitialized memory of that shape, the same as last time if it is large enough."""
-        size = shape[0] * shape[1]
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
+    def _gather(self, cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in rows ``[2 * S]`` of a cache, as ``[S, Hkv, D]`` each, valid until the next call."""
+        size = rows.numel() * cache[0].numel()
+        buffer = self._buffer
+        if buffer.numel() < size or buffer.dtype != cache.dtype or buffer.device != cache.device:
             # A decode step reads a few tokens more than the one before: leave room.
-            buffer = self._buffers[name] = like.new_empty(size + size // 4)
-        return buffer[:size].view(shape)
-
-
-def _key_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Rows of keys, where each page has ``block_size`` rows of keys, then as many of values."""
-    return slots + slots // block_size * block_size
+            buffer = self._buffer = cache.new_empty(size + size // 4)
+        gathered = buffer[:size].view(-1, *cache.shape[1:])  # [2 * S, Hkv, D]
+        torch.index_select(cache, 0, rows, out=gathered)
+        keys, values = gathered.view(2, -1, *cache.shape[1:])
+        return keys, values
 
 
 def _pieces(batch: GroupBatch, index: int) -> Iterator[Piece]:
@@ -214,7 +149,7 @@ def _pieces(batch: GroupBatch, index: int) -> Iterator[Piece]:
         slots = block_ids[seen // spec.block_size] * spec.block_size + seen % spec.block_size
         yield Piece(
             queries=slice(start + begin - first_position, start + stop - first_position),
-            slots=slots.to(batch.device, non_blocking=True),
+            rows=cache_rows(slots, spec.block_size).to(batch.device, non_blocking=True),
             mask=_causal_mask(spec, torch.arange(begin, stop), seen).to(batch.device, non_blocking=True),
         )
 
@@ -227,29 +162,7 @@ def _causal_mask(spec: KVCacheSpec, query_positions: torch.Tensor, key_positions
     return mask
 
 
-def _attend_fused(
-    query: torch.Tensor,  # [Q, Hkv, G, D]
-    keys: torch.Tensor,  # [S, Hkv, D]
-    values: torch.Tensor,  # [S, Hkv, D]
-    mask: torch.Tensor | None,  # [Q, S]
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """``[Q, Hkv, G, D]`` by torch's fused attention, which never holds all scores at once."""
-    group_size = query.shape[2]
-    # Key heads play the batch, so that the query heads of a group read one key head by a stride of 0 instead of a copy.
-    output = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),  # [Hkv, G, Q, D]
-        keys.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1),  # [Hkv, G, S, D]
-        values.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-    )
-    return output.permute(2, 0, 1, 3)
-
-
-def _attend_explicitly(
+def _attend_piece(
     query: torch.Tensor,  # [Q, Hkv, G, D]
     keys: torch.Tensor,  # [S, Hkv, D]
     values: torch.Tensor,  # [S, Hkv, D]
@@ -257,37 +170,106 @@ def _attend_explicitly(
     *,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,  # [Hkv, G]
+    sinks: torch.Tensor | None,  # [Hkv, G, 1]
 ) -> torch.Tensor:
-    """``[Q, Hkv, G, D]`` with scores that can be changed before the softmax."""
+    """``[Q, Hkv, G, D]``."""
+    group_size = query.shape[2]
+    query = query.permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
+    # Key heads play the batch, so that the query heads of a group read one key head by a stride of 0 instead of a copy.
+    keys, values = (t.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1) for t in (keys, values))  # [Hkv, G, S, D]
+    if softcap is None and sinks is None:
+        output = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+        return output.permute(2, 0, 1, 3)
     parts = []
-    for begin in range(0, query.shape[0], QUERIES_PER_PIECE):
-        part = query[begin : begin + QUERIES_PER_PIECE].permute(1, 2, 0, 3)  # [Hkv, G, Q, D], Q of this part from here
+    for begin in range(0, query.shape[2], QUERIES_PER_PIECE):
+        part = query[:, :, begin : begin + QUERIES_PER_PIECE]  # [Hkv, G, Q, D], Q of this part from here
         num_queries = part.shape[2]
         if mask is None:
             visible = torch.ones(num_queries, begin + num_queries, dtype=torch.bool, device=query.device).tril(begin)
         else:
             visible = mask[begin : begin + num_queries]
         seen = visible.shape[1]
-        scores = _capped(part.flatten(1, 2) @ keys[:seen].permute(1, 2, 0) * scale, softcap)  # [Hkv, G * Q, S]
-        scores = scores.view(*part.shape[:3], seen).masked_fill_(~visible, float("-inf"))  # [Hkv, G, Q, S]
-        weights = _softmax(scores, None if sinks is None else sinks[:, :, None])
-        output = weights.flatten(1, 2) @ values[:seen].transpose(0, 1)  # [Hkv, G * Q, D]
-        parts.append(output.view(part.shape).permute(2, 0, 1, 3))  # [Q, Hkv, G, D]
-    return torch.cat(parts)
+        hidden = torch.zeros(visible.shape, device=query.device).masked_fill_(~visible, float("-inf"))
+        output, logsumexp = _attend(part, keys[:, :, :seen], values[:, :, :seen], hidden, scale=scale, softcap=softcap)
+        parts.append(_with_sinks(output, logsumexp, sinks))
+    return torch.cat(parts, 2).permute(2, 0, 1, 3)
 
 
-def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Before anything is masked: what is -inf must stay so."""
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _softmax(
-    scores: torch.Tensor,  # [..., S]
-    sinks: torch.Tensor | None,  # broadcasts against [...]
+def _attend_cohort(
+    query: torch.Tensor,  # [B, Q, Hkv, G, D]
+    keys: torch.Tensor,  # [S + B * P, Hkv, D]
+    values: torch.Tensor,  # [S + B * P, Hkv, D]
+    cohort: Cohort,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [Hkv, G, 1]
 ) -> torch.Tensor:
-    """Weights of the keys, ``[..., S]``; with sinks they add up to less than 1."""
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[..., None].expand(*scores.shape[:-1], 1).to(scores.dtype)), -1)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-    return weights if sinks is None else weights[..., :-1]
+    """``[B, Q, Hkv, G, D]``."""
+    batch, num_queries, _, group_size, _ = query.shape
+    query = query.permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
+    mask = cohort.mask
+    if mask is not None:
+        mask = mask[:, None, None].expand(-1, -1, group_size, -1, -1).flatten(2, 3)  # [B, 1, G * Q, P]
+    own_keys, own_values = (
+        tensor[cohort.num_shared :].unflatten(0, (batch, -1)).transpose(1, 2) for tensor in (keys, values)
+    )  # [B, Hkv, P, D] each
+    output, logsumexp = _attend(query.flatten(2, 3), own_keys, own_values, mask, scale=scale, softcap=softcap)
+    output = output.unflatten(2, (group_size, num_queries))  # [B, Hkv, G, Q, D]
+    logsumexp = logsumexp.unflatten(2, (group_size, num_queries))  # [B, Hkv, G, Q]
+    if cohort.num_shared:
+        # The shared keys meet the queries of all sequences in one product per head.
+        shared_keys, shared_values = (
+            tensor[: cohort.num_shared].transpose(0, 1)[None] for tensor in (keys, values)
+        )  # [1, Hkv, S, D] each
+        by_head = query.permute(1, 2, 0, 3, 4)  # [Hkv, G, B, Q, D]
+        shared, shared_logsumexp = _attend(
+            by_head.flatten(1, 3)[None], shared_keys, shared_values, None, scale=scale, softcap=softcap
+        )
+        shared = shared[0].unflatten(1, by_head.shape[1:4]).permute(2, 0, 1, 3, 4)  # [B, Hkv, G, Q, D]
+        shared_logsumexp = shared_logsumexp[0].unflatten(1, by_head.shape[1:4]).permute(2, 0, 1, 3)  # [B, Hkv, G, Q]
+        # The two are halves of one softmax: each counts by its share of the sum.
+        share = torch.sigmoid(logsumexp - shared_logsumexp)
+        output = torch.lerp(shared.float(), output.float(), share[..., None]).to(output.dtype)
+        if sinks is not None:
+            logsumexp = torch.logaddexp(logsumexp, shared_logsumexp)
+    return _with_sinks(output, logsumexp, sinks).permute(0, 3, 1, 2, 4)
+
+
+def _attend(
+    query: torch.Tensor,  # [X, Y, Q, D]
+    keys: torch.Tensor,  # [X, Y, S, D]
+    values: torch.Tensor,  # [X, Y, S, D]
+    mask: torch.Tensor | None,  # broadcasts against [X, Y, Q, S]; float32, added to the scores
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[X, Y, Q, D]``, and ``[X, Y, Q]`` in float32: the logarithm of the sum that the softmax divides by."""
+    if softcap is None and query.device.type == "cpu":
+        # What scaled_dot_product_attention runs on a CPU. It never holds all scores, and only under this name does it
+        # give the sums as well.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, attn_mask=mask, scale=scale
+        )
+    scores = query @ keys.mT * scale
+    if softcap is not None:
+        # Before anything is masked: what is -inf must stay so.
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float() if mask is None else scores + mask
+    logsumexp = scores.logsumexp(-1)
+    weights = (scores - logsumexp[..., None]).exp_()
+    return weights.to(values.dtype) @ values, logsumexp
+
+
+def _with_sinks(
+    output: torch.Tensor,  # [..., Hkv, G, Q, D]
+    logsumexp: torch.Tensor,  # [..., Hkv, G, Q]
+    sinks: torch.Tensor | None,  # [Hkv, G, 1]
+) -> torch.Tensor:
+    """What is left of the output when one more score per head takes its share of the softmax."""
+    if sinks is None:
+        return output
+    return output * torch.sigmoid(logsumexp - sinks)[..., None].to(output.dtype)
