@@ -34,6 +34,8 @@ MEMORY = 0.975 ** (2 / CHOICES_A_POOL)  # what a hit counts for at the next choi
 LEAD_IN_POOLS = 0.1
 LEAD_OVER_LRU = 0.03
 CONFIDENCE = 1.5
+PRICE_OF_LAST = 2.0  # how much more it takes for the last setting, which shows what it is worth only after a while
+PROVEN = 0.1  # hits, in pools, that a setting has to have gained before the next bolder one is tried
 LEAD = 0.01  # what it takes to leave another setting, as a share of hits
 # What it takes to come back to LRU: hits given away, in pools and at least so many of the sample, beside a share of
 # what the setting had gained before.
@@ -54,10 +56,11 @@ class Adaptive(Segments):
 
     How large the credit should be depends on the traffic. Small shadows of the cache, one for each of
     ``SETTINGS``, are shown a sample of the prefixes and count their hits. LRU rules until another setting would
-    have found so many more that chance does not explain it and that a change is worth its price. From then on it is
-    not the shadow that counts but what the pool itself finds: when that falls behind the shadow of LRU by a fiftieth
-    of a pool, LRU rules again, the past is forgotten, and the next setting has to bring twice as much. So the policy
-    does not stay behind LRU for long, nor often.
+    have found so many more that chance does not explain it and that a change is worth its price; a bolder setting
+    follows only once the pool has gained by the first. From then on it is not the shadow that counts but what the pool
+    itself finds: when that falls behind the shadow of LRU by a fiftieth of a pool, LRU rules again, the past is
+    forgotten, and the next setting has to bring twice as much. So the policy does not stay behind LRU for long, nor
+    often.
 
     O(1) a block in every call, amortized. Beside the pool it remembers up to 4 hashes for each block of it, and some
     thousands in the shadows.
@@ -220,9 +223,8 @@ class Adaptive(Segments):
         best = gains.index(max(gains))
         pool = self.num_blocks / self._sample_one_in
         if not current:
-            lead = max(LEAD_IN_POOLS * pool * self._caution, LEAD_OVER_LRU * self._lru_hits)
-            lead = max(lead, CONFIDENCE * math.sqrt(self._squares[best] * self._caution))
-            return best if gains[best] > lead else 0
+            by_gain = sorted(range(1, len(SETTINGS)), key=gains.__getitem__, reverse=True)
+            return next((i for i in by_gain if gains[i] > self._price(i, pool)), 0)
         self._gained += self._num_found - lru_hits
         self._most_gained = max(self._most_gained, self._gained)
         patience = max(LEAST_PATIENCE, PATIENCE * pool) + GIVE_BACK * self._most_gained
@@ -232,7 +234,15 @@ class Adaptive(Segments):
             return 0
         if gains[current] <= 0:
             return 0
+        if best > current and self._gained < PROVEN * pool:
+            return current
         return best if gains[best] > gains[current] + LEAD * (self._lru_hits + gains[current]) else current
+
+    def _price(self, setting: int, pool: float) -> float:
+        """Hits that a setting has to be ahead of LRU by, to be tried in its place."""
+        lead = max(LEAD_IN_POOLS * pool * self._caution, LEAD_OVER_LRU * self._lru_hits)
+        lead = max(lead, CONFIDENCE * math.sqrt(self._squares[setting] * self._caution))
+        return lead * (PRICE_OF_LAST if setting == len(SETTINGS) - 1 else 1)
 
 
 def _key(block: KVCacheBlock) -> bytes:
