@@ -6,8 +6,7 @@ screen reader, in light and dark.
 
 A pool of up to 1,024 blocks has a cell for each block. In a larger one a cell stands for several in a row (98 where
 there are 100,000) and shows which share of them is held and cached; the blocks of the chosen cell are listed below the
-grid.
-Block ids are written as runs, so that the page of a large pool stays small as long as its blocks lie in runs.
+grid. Block ids are written as runs, so that the page of a large pool stays small as long as its blocks lie in runs.
 """
 
 from __future__ import annotations

@@ -290,9 +290,8 @@ class SingleTypeKVCacheManager(ABC):
         return run
 
     def _count_real_hits(self, request: RequestLike, first_block: int, blocks: Sequence[KVCacheBlock]) -> int:
-        """How many of ``blocks``, found under the hashes of the request's blocks from ``first_block`` on, in a row
-        really
-        hold its prefixes. O(blocks)."""
+        """How many of ``blocks`` in a row, found under the hashes of the request's blocks from ``first_block`` on,
+        really hold its prefixes. O(blocks)."""
         contents = request.block_contents
         if contents is None or not blocks:
             return len(blocks)
