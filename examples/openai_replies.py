@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from openai_requests import Body
@@ -11,7 +12,7 @@ from openai_requests import Body
 from runner import RequestOutput, TokenLogprobs
 
 
-class Reply:
+class Reply(ABC):
     """Words the answers to one body: answer c to prompt p is choice p * n + c."""
 
     prefix: ClassVar[str]
@@ -46,17 +47,17 @@ class Reply:
         """What comes after all others, if it was asked for: the usage."""
         return self._chunk([]) | {"usage": self._usage()} if self._with_usage else None
 
+    @abstractmethod
     def words(self, text: str) -> dict[str, Any]:
         """The text of a whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, delta: str, *, first: bool) -> dict[str, Any]:
         """What comes next of an answer's text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any]:
         """The log-probabilities of some tokens."""
-        raise NotImplementedError
 
     def text(self, token_id: int) -> str:
         """A token's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 from openai_errors import APIError
@@ -52,7 +53,7 @@ class StreamOptions(Model):
     include_usage: bool = False
 
 
-class Body(Sampling):
+class Body(Sampling, ABC):
     """What both endpoints take. The last three are taken and not used."""
 
     model: str
@@ -75,9 +76,9 @@ class Body(Sampling):
             raise ValueError("not sent as JSON: set Content-Type to application/json") from error
         return data
 
+    @abstractmethod
     def prompts(self) -> list[Any]:
         """What to answer, in the forms that the engine takes."""
-        raise NotImplementedError
 
     def renamed(self) -> dict[str, int]:
         """Fields of SamplingParams that have other names here."""
