@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvcore.eviction import POLICIES, PolicyChoice
 from kvcore.replay import ALL_KNOWING, SECONDS_PER_TOKEN, replay, replay_all_knowing
 from kvcore.replay_results import ReplayResult
 from kvcore.replay_trace import MOONCAKE_BLOCK_SIZE, TraceRequest
+from kvcore.spec import cdiv
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,15 @@ def _num_cores() -> int:
 def _replay(requests: Sequence[TraceRequest], settings: ReplaySettings, num_blocks: int, policy: str) -> ReplayResult:
     if policy == ALL_KNOWING:
         return replay_all_knowing(requests, num_blocks, block_size=settings.block_size, outputs=settings.outputs)
-    return replay(requests, num_blocks, find_policy(policy), name=policy, **settings.as_dict())
+    # A pool that never overwrites anything answers as every larger one, which would take memory for each of its blocks.
+    all_taken = 1 + sum(_most_blocks(request, settings.block_size) for request in requests)
+    result = replay(requests, min(num_blocks, all_taken), find_policy(policy), name=policy, **settings.as_dict())
+    return replace(result, num_blocks=num_blocks)
+
+
+def _most_blocks(request: TraceRequest, block_size: int) -> int:
+    """No request takes more: its prompt's blocks, those of its answer, and one that is partly filled."""
+    return len(request.hash_ids) + len(request.output_ids) + cdiv(request.output_length, block_size) + 1
 
 
 _trace: Sequence[TraceRequest] = ()

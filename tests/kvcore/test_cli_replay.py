@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -256,3 +257,12 @@ def test_settings_reach_every_replay() -> None:
     same = replay(requests, 300, block_size=16, outputs="cache", concurrency=3, seconds_per_token=0.01)
     assert result == same
     assert result.num_waited
+
+
+def test_a_pool_larger_than_any_machine_finds_what_one_finds_that_overwrites_nothing() -> None:
+    trace = make_trace("conversations", 3, 200)
+    enough, huge = 100_000, 10**15
+    for settings in (ReplaySettings(), ReplaySettings(outputs="cache", concurrency=3)):
+        results = replay_many(trace, [enough, huge], ["lru", "adaptive"], settings, jobs=1)
+        assert [replace(result, num_blocks=enough) for result in results[3:]] == results[:3]
+        assert {result.num_blocks for result in results[3:]} == {huge}
