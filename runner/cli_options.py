@@ -48,7 +48,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     group.add_argument(
-        "--attention-backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default: %(default)s)"
+        "--attention-backend",
+        choices=BACKENDS,
+        metavar="NAME",
+        help=f"{', '.join(BACKENDS)} (default: triton on a GPU if it is installed, else torch)",
+    )
+    group.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay decode steps as CUDA graphs (default: where model, backend and device let it)",
     )
     group.add_argument(
         "--kv-cache-memory",
@@ -56,7 +64,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="8GiB, 500MB or bytes (default: 1GiB on a CPU, 80%% of what is free on a GPU)",
     )
-    group.add_argument("--block-size", type=count, metavar="N", help="tokens per block (default: %(default)s)")
+    group.add_argument("--block-size", type=count, metavar="N", help="tokens per block (default: as suits the backend)")
     group.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence (default: the model's)")
     group.add_argument("--max-num-seqs", type=count, metavar="N", help="requests at once (default: %(default)s)")
     group.add_argument(
@@ -75,8 +83,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of what windows leave behind, keep the ends of prompts, or all (default: %(default)s)",
     )
     names = (
-        "attention_backend",
-        "block_size",
         "max_num_seqs",
         "max_num_batched_tokens",
         "eviction_policy",

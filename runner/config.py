@@ -32,8 +32,12 @@ class EngineConfig:
         dtype: Element type of weights and cache: "float32", "bfloat16", "float16" or "float64". None: float32 on a
             CPU, which is exact and often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
-        attention_backend: A name in :data:`runner.attention.BACKENDS`.
-        block_size: Tokens per block. Layers that store fewer bytes per token than others get longer blocks.
+        attention_backend: A name in :data:`runner.attention.BACKENDS`. None: "triton" on a CUDA device if Triton is
+            installed, else "torch".
+        cuda_graphs: Capture decode steps in CUDA graphs and replay them. None: where model, backend and device let it;
+            True: or refuse.
+        block_size: Tokens per block. None: what suits the backend, 16 for most. Layers that store fewer bytes per token
+            than others get longer blocks.
         kv_cache_memory: Bytes for the cache. None: 1 GiB on a CPU, 80% of what the weights leave free on a GPU.
         num_blocks: Blocks of the cache, the null block included, instead of ``kv_cache_memory``.
         max_model_len: Longest sequence in tokens, prompt and output. None: what the model was made for.
@@ -58,8 +62,9 @@ class EngineConfig:
 
     dtype: str | None = None
     device: str | None = None
-    attention_backend: str = "torch"
-    block_size: int = 16
+    attention_backend: str | None = None
+    cuda_graphs: bool | None = None
+    block_size: int | None = None
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -94,6 +99,8 @@ class EngineConfig:
                 f"eviction_policy must be one of {', '.join(sorted(POLICIES))}, a policy, or a class of policies; got "
                 f"{self.eviction_policy!r}"
             )
+        if self.cuda_graphs not in (None, True, False):
+            raise EngineConfigError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
         if self.kv_cache_memory is not None and self.num_blocks is not None:
             raise EngineConfigError("pass either kv_cache_memory or num_blocks, not both")
 

@@ -62,16 +62,26 @@ class Engine(RequestLoop):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
+        backend = make_backend(config.attention_backend, model.device)
         hf_attention.register()
         model.set_attn_implementation(hf_attention.ATTENTION_NAME)
         dtype = str(model.dtype).removeprefix("torch.")
-        specs = specs_of(model.config, block_size=config.block_size, dtype=dtype)
+        block_size = config.block_size or backend.default_block_size
+        specs = specs_of(model.config, block_size=block_size, dtype=dtype)
         self.kv_cache_config = plan_kv_cache(
             specs, memory_bytes=config.cache_bytes(model.device), num_blocks=config.num_blocks
         )
         check_memory(sum(tensor.size for tensor in self.kv_cache_config.kv_cache_tensors), model.device)
-        model_runner = ModelRunner(model, specs, self.kv_cache_config, make_backend(config.attention_backend))
         self.max_model_len = config.longest_sequence(model.config)
+        model_runner = ModelRunner(
+            model,
+            specs,
+            self.kv_cache_config,
+            backend,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
         check_positions(
             model.config, max_model_len=self.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
         )
@@ -88,7 +98,7 @@ class Engine(RequestLoop):
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             watermark_blocks=int(config.watermark * self.kv_cache_config.num_blocks),
-            growth_tokens=config.block_size if config.growth_tokens is None else config.growth_tokens,
+            growth_tokens=block_size if config.growth_tokens is None else config.growth_tokens,
             max_overtakes=config.max_overtakes,
         )
         hasher = BlockHasher(manager.coordinator.hash_block_size, config.hash_algorithm)
@@ -99,6 +109,8 @@ class Engine(RequestLoop):
             eos_token_ids=eos_token_ids(model, tokenizer),
             hasher=hasher if config.enable_caching else None,
         )
+        if config.cuda_graphs is not False:
+            model_runner.capture_graphs(required=config.cuda_graphs is True)
         if logger.isEnabledFor(logging.INFO):
             logger.info("engine ready\n%s", self.describe())
 
@@ -122,7 +134,7 @@ class Engine(RequestLoop):
         dtype_name = config.dtype or ("float32" if device.type == "cpu" else None)
         dtype = torch_dtype(dtype_name) if dtype_name else None
         source = find_model(model)
-        specs_of(source.config, block_size=config.block_size, dtype=dtype_name or "bfloat16")
+        specs_of(source.config, block_size=config.block_size or 16, dtype=dtype_name or "bfloat16")
         loaded = source.load_model(dtype=dtype, device=device)
         return cls(loaded, source.load_tokenizer(), config)
 

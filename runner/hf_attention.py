@@ -2,8 +2,11 @@
 
 transformers looks its attention up by name in a registry and hands every keyword argument of the model's forward on to
 it. So one function is registered, once, and what a step needs travels as the argument ``paged_step``: no globals, and a
-model can be shared by several engines. Masks have a registry of their own; there, a function that makes none is
-registered, because the lengths and block tables of the step say all that a mask would.
+model can be shared by several engines.
+
+Masks have a registry of their own. Nothing is registered there, which tells transformers to make none: the lengths and
+block tables of the step say all that a mask would. A registered function that makes none would be asked only after
+transformers had looked for packed sequences in the position ids, and that waits for the device in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from runner.attention.base import AttentionBackend
 
@@ -73,14 +75,9 @@ def paged_attention_forward(
     return paged_step.attend(module, query, key, value, scale, features)[None], None
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask function: none is needed."""
-
-
 def register() -> None:
     """Make ``attn_implementation="kvcore_paged"`` known to transformers. Any number of times."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 @dataclass(frozen=True)

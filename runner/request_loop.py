@@ -221,13 +221,15 @@ class RequestLoop:
             self._live[item.request.request_id].note_admission(item.request.num_computed_tokens)
         slices = [
             SequenceSlice(
+                item.request.request_id,
                 item.token_ids,
                 item.request.num_computed_tokens,
-                self.manager.get_block_ids(item.request.request_id),
+                item.new_blocks,
                 samples=item.samples,
             )
             for item in scheduled
         ]
+        self.model_runner.forget(self.scheduler.take_released())
         sampling = [self._live[item.request.request_id] for item in scheduled if item.samples]
         logits = self.model_runner.execute(slices)  # [S, V]
         tokens = sample(logits, [live.sampler for live in sampling])

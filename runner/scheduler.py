@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 
 from kvcore.errors import UnknownRequestError
+from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
 from kvcore.request import Request
 from runner.errors import RequestRefusedError
@@ -21,10 +22,12 @@ class Scheduled:
     Args:
         request: The request; it holds blocks for these tokens.
         num_new_tokens: How many of its tokens, from the first that is not computed yet.
+        new_blocks: The blocks it has got for them; all that it holds, hits too, when it is admitted; None: none.
     """
 
     request: Request
     num_new_tokens: int
+    new_blocks: KVCacheBlocks | None = None
 
     @property
     def samples(self) -> bool:
@@ -113,6 +116,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._turns: dict[str, _Turn] = {}
+        self._released: list[str] = []
         self._arrivals = count()
         self._admissions = count()
 
@@ -167,6 +171,7 @@ class Scheduler:
         # Where a step was interrupted, who holds blocks may stand in either list, or in neither.
         with suppress(UnknownRequestError):
             self.manager.free(request)
+        self._released.append(request.request_id)
 
     def schedule(self) -> list[Scheduled]:
         """Decide on a step and take the blocks it needs. Empty if there is nothing to do.
@@ -182,6 +187,14 @@ class Scheduler:
         )
         return scheduled
 
+    def take_released(self) -> list[str]:
+        """Ids of requests that have left since the last call, or were preempted: their blocks are not theirs any more.
+
+        Whoever keeps block tables asks between :meth:`schedule` and the step.
+        """
+        released, self._released = self._released, []
+        return released
+
     def complete(self, scheduled: Iterable[Scheduled]) -> None:
         """Note that a step has been computed."""
         for item in scheduled:
@@ -193,19 +206,21 @@ class Scheduler:
         room = self.max_num_batched_tokens - decodes  # for prefills
         # Nearly always, those that decode come first, and one call serves them all.
         leading = list(takewhile(lambda request: _remaining(request) == 1, self.running))
-        index = self.manager.grow(leading).num_grown
-        scheduled = [Scheduled(request, 1) for request in leading[:index]]
+        growth = self.manager.grow(leading)
+        index = growth.num_grown
+        scheduled = [Scheduled(request, 1, growth.new_blocks.get(i)) for i, request in enumerate(leading[:index])]
         # In this order, so that who is preempted has no place in this step yet: what is scheduled has its full blocks
         # registered already, and must be computed.
         while index < len(self.running):
             request = self.running[index]
             remaining = _remaining(request)
             num_new_tokens = 1 if remaining == 1 else min(remaining, room)
-            if num_new_tokens and self.manager.allocate_slots(request, num_new_tokens) is None:
-                self._preempt_last()
-                continue
             if num_new_tokens:
-                scheduled.append(Scheduled(request, num_new_tokens))
+                new_blocks = self.manager.allocate_slots(request, num_new_tokens)
+                if new_blocks is None:
+                    self._preempt_last()
+                    continue
+                scheduled.append(Scheduled(request, num_new_tokens, new_blocks))
                 room -= num_new_tokens if remaining > 1 else 0
             index += 1
         return scheduled, room
@@ -213,6 +228,7 @@ class Scheduler:
     def _preempt_last(self) -> None:
         request = self.running.pop()
         self.manager.free(request)
+        self._released.append(request.request_id)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -275,7 +291,7 @@ class Scheduler:
         if new_blocks is None:
             return None
         request.num_computed_tokens = num_hit_tokens
-        return Scheduled(request, num_new_tokens)
+        return Scheduled(request, num_new_tokens, self.manager.get_blocks(request.request_id))
 
     def _blocks_to_grow(self, request: Request) -> int:
         """Free blocks that a request which runs will take for the tokens it has, and for its growth. O(groups)."""

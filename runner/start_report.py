@@ -30,14 +30,20 @@ def hit_granularity(engine: Engine) -> int | None:
 
 def start_report(engine: Engine) -> str:
     """A few lines about model and settings, then the tables of :class:`~kvcore.planning.CapacityReport`."""
-    model, config, backend = engine.model_runner.model, engine.config, engine.model_runner.backend
+    runner, config = engine.model_runner, engine.config
+    model, backend = runner.model, runner.backend
     parameters = list(model.parameters())
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     granularity = hit_granularity(engine)
     rows = [
         ("model", f"{type(model).__name__}, {sum(p.numel() for p in parameters):,} parameters in {size(weights)}"),
-        ("runs on", f"{model.device}, {str(model.dtype).removeprefix('torch.')}, attention: {backend.name}"),
+        ("runs on", f"{model.device}, {str(model.dtype).removeprefix('torch.')}, attention: {backend.describe()}"),
         ("requests", f"up to {config.max_num_seqs:,} at once, {config.max_num_batched_tokens:,} tokens a step"),
         ("prefix hits", "off" if granularity is None else f"multiples of {granularity:,} tokens"),
     ]
+    if runner.graphs is not None:
+        sizes = runner.graphs.sizes
+        rows.insert(2, ("CUDA graphs", f"decode steps of up to {sizes[-1]:,} requests, in {len(sizes)} sizes"))
+    elif model.device.type == "cuda":
+        rows.insert(2, ("CUDA graphs", f"none: {runner.no_graphs_because}"))
     return "\n".join((*(f"{name:<14} {value}" for name, value in rows), str(engine_capacity(engine))))

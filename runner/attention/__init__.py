@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+
+import torch
 
 from runner.attention.base import AttentionBackend, AttentionLayer
 from runner.attention.torch_backend import TorchBackend
 from runner.errors import EngineConfigError
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend}
-"""By the name that ``EngineConfig.attention_backend`` takes."""
+
+def _torch_backend(device: torch.device) -> AttentionBackend:
+    return TorchBackend()
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """A new backend of that name.
+def _triton_backend(device: torch.device) -> AttentionBackend:
+    if importlib.util.find_spec("triton") is None:
+        raise EngineConfigError("attention_backend='triton' needs Triton: run `pip install 'kvcore[cuda]'`")
+    from runner.attention.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _flash_backend(device: torch.device) -> AttentionBackend:
+    from runner.attention.flash_backend import FlashAttentionBackend
+
+    return FlashAttentionBackend.for_device(device)
+
+
+BACKENDS: dict[str, Callable[[torch.device], AttentionBackend]] = {
+    "torch": _torch_backend,
+    "triton": _triton_backend,
+    "flash": _flash_backend,
+}
+"""By the name that ``EngineConfig.attention_backend`` takes; each is given the device it is for."""
+
+
+def make_backend(name: str | None, device: torch.device | str = "cpu") -> AttentionBackend:
+    """A new backend.
+
+    Args:
+        name: Of :data:`BACKENDS`; None: "triton" on a CUDA device if Triton is installed, else "torch".
+        device: Where the model runs.
 
     Raises:
-        EngineConfigError: There is none.
+        EngineConfigError: There is none of that name, or what it needs is not installed; says how to install it.
     """
+    device = torch.device(device)
+    if name is None:
+        name = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise EngineConfigError(f"attention_backend must be one of {', '.join(BACKENDS)}; got {name!r}")
-    return BACKENDS[name]()
+    return BACKENDS[name](device)
 
 
 __all__ = ["BACKENDS", "AttentionBackend", "AttentionLayer", "TorchBackend", "make_backend"]

@@ -48,6 +48,22 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     """The name it is chosen by."""
 
+    supports_graphs: ClassVar[bool] = False
+    """Whether :meth:`plan` and :meth:`forward` can be captured in a CUDA graph.
+
+    Then they neither wait for the device nor copy from the host, and take from the host's side of a step nothing but
+    the number of sequences and the upper bounds that :class:`~runner.batch.GroupBatch` promises for a captured one.
+    """
+
+    @property
+    def default_block_size(self) -> int:
+        """Tokens of a block where the user names none."""
+        return 16
+
+    def describe(self) -> str:
+        """A few words for the start report: what computes attention, and why that where there was a choice."""
+        return self.name
+
     @abstractmethod
     def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse, at load, what :meth:`forward` could not compute exactly.

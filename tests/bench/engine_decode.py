@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 from transformers import PreTrainedModel
 
+from kvcore import KVCacheBlocks
 from runner import Engine, EngineConfig
 from runner.batch import SequenceSlice
 
@@ -77,14 +79,21 @@ def _times(
     for cache in engine.model_runner.kv_caches.values():
         # Memory that was never written takes no time to read.
         cache.fill_(0.5)
+    pool = engine.manager.block_pool.blocks
     times = {}
     for context, blocks in tables.items():
-        step = [SequenceSlice([1], context - 1, (table,), samples=True) for table in blocks]
+        names = [str(i) for i in range(len(blocks))]
+        step = [
+            SequenceSlice(name, [1], context - 1, KVCacheBlocks(([pool[i] for i in table],)), samples=True)
+            for name, table in zip(names, blocks, strict=True)
+        ]
         engine.model_runner.execute(step)
+        step = [replace(sequence, new_blocks=None) for sequence in step]
         seconds = []
         for _ in range(repetitions):
             start = time.perf_counter()
             engine.model_runner.execute(step)
             seconds.append(time.perf_counter() - start)
+        engine.model_runner.forget(names)
         times[str(context)] = median(seconds) * 1e3
     return times

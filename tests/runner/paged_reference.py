@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcore.spec import KVCacheGroupSpec, KVCacheSpec, cdiv
+from kvcore.blocks import KVCacheBlock
+from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, cdiv
 from runner.attention.base import visible_from
-from runner.batch import Batch, SequenceSlice, make_batch
+from runner.batch import Batch, SequenceSlice
+from runner.step_inputs import make_batch
+
+
+def blocks_of(*tables: list[int]) -> KVCacheBlocks:
+    """Blocks of these ids, a list for each group, as a manager returns them."""
+    return KVCacheBlocks(tuple([KVCacheBlock(block_id) for block_id in table] for table in tables))
 
 
 @dataclass
@@ -70,10 +78,11 @@ def random_step(
             if position in not_yet:
                 continue
             kv_cache[table[position // block_size], :, position % block_size] = history[:, position]
-        sequences.append(SequenceSlice([7] * new, past, (table,), samples=True))
+        name = f"sequence-{len(sequences)}"
+        sequences.append(SequenceSlice(name, [7] * new, past, blocks_of(table), samples=True))
         keys.append(history[0])
         values.append(history[1])
-    batch = make_batch(sequences, [KVCacheGroupSpec(["layer"], spec)], device)
+    batch = make_batch(sequences, KVCacheConfig(num_blocks, [KVCacheGroupSpec(["layer"], spec)]), device)
     num_tokens = sum(new for _, new in lengths)
     return RandomStep(
         batch=batch,

@@ -7,19 +7,22 @@ import torch
 
 from kvcore.planning import plan_kv_cache
 from kvcore.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from runner.batch import SequenceSlice, make_batch
+from runner.batch import SequenceSlice
 from runner.errors import EngineConfigError
 from runner.kv_cache import allocate_kv_cache, torch_dtype
+from runner.step_inputs import make_batch
+from tests.runner.paged_reference import blocks_of
 
 FULL = FullAttentionSpec(4, 2, 8, "float32")
 WINDOW = SlidingWindowSpec(8, 1, 8, "float32", 16)
 GROUPS = [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], WINDOW)]
+CONFIG = KVCacheConfig(12, GROUPS)
 
 
 def test_a_step_lays_its_sequences_one_after_another() -> None:
-    prefill = SequenceSlice([10, 11, 12, 13, 14], 2, ([3, 9], [5]), samples=False)
-    decode = SequenceSlice([20], 16, ([1, 2, 4, 6, 7], [0, 0, 8]), samples=True)
-    batch = make_batch([prefill, decode], GROUPS)
+    prefill = SequenceSlice("a", [10, 11, 12, 13, 14], 2, blocks_of([3, 9], [5]), samples=False)
+    decode = SequenceSlice("b", [20], 16, blocks_of([1, 2, 4, 6, 7], [0, 0, 8]), samples=True)
+    batch = make_batch([prefill, decode], CONFIG)
     assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 20]]
     assert batch.position_ids.tolist() == [[2, 3, 4, 5, 6, 16]]
     assert batch.logits_indices.tolist() == [5]
@@ -37,13 +40,16 @@ def test_a_step_lays_its_sequences_one_after_another() -> None:
     ("sequences", "message"),
     [
         ([], "at least one sequence"),
-        ([SequenceSlice([], 3, ([1],), samples=True)], "at least one token"),
-        ([SequenceSlice([1, 2], 3, ([1],), samples=True)], "too short for 5 tokens: it needs 2"),
+        ([SequenceSlice("a", [], 3, blocks_of([1]), samples=True)], "at least one token"),
+        (
+            [SequenceSlice("a", [1, 2], 3, blocks_of([1]), samples=True)],
+            "no block for position 4: it holds 1 ",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_laid_out_is_refused(sequences: list[SequenceSlice], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_batch(sequences, GROUPS[:1])
+        make_batch(sequences, KVCacheConfig(12, GROUPS[:1]))
 
 
 def test_layers_of_different_shapes_share_the_pages_of_a_buffer() -> None:
