@@ -49,6 +49,7 @@ class Load:
     scheduler: Scheduler
     rng: random.Random
     open: dict[str, Wanted] = field(default_factory=dict)
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
     done: list[Wanted] = field(default_factory=list)
     num_computed: int = 0
     num_steps: int = 0
@@ -69,12 +70,21 @@ class Load:
         assert scheduled, "a step without work while requests are open"
         assert sum(item.num_new_tokens for item in scheduled) <= TOKENS_A_STEP
         running = [item.request for item in scheduled]
+        for name in self.scheduler.take_released():
+            self.tables.pop(name, None)
         assert len({request.request_id for request in running}) == len(running)
         for item in scheduled:
             # What is in the step has slots for its tokens.
             end = item.request.num_computed_tokens + item.num_new_tokens
             tables = self.scheduler.manager.get_block_ids(item.request.request_id)
             assert all(len(ids) * BLOCK_SIZE >= end for ids in tables)
+            # Whoever appends what is new to a request's tables, and drops those of the released, has its tables.
+            kept = self.tables.setdefault(item.request.request_id, [[] for _ in tables])
+            if item.new_blocks is not None:
+                for table, ids in zip(kept, item.new_blocks.get_block_ids(), strict=True):
+                    table += ids
+            for table, ids in zip(kept, tables, strict=True):
+                assert [block for block, now in zip(table, ids, strict=True) if now] == [now for now in ids if now]
             assert item.token_ids == item.request.all_token_ids[end - item.num_new_tokens : end]
         # Every request that decodes is in the step, unless it was just preempted.
         for request in before:
