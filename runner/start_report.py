@@ -35,11 +35,12 @@ def start_report(engine: Engine) -> str:
     parameters = list(model.parameters())
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     granularity = hit_granularity(engine)
+    note = f" ({backend.page_note})" if backend.page_note else ""
     rows = [
         ("model", f"{type(model).__name__}, {sum(p.numel() for p in parameters):,} parameters in {size(weights)}"),
         ("runs on", f"{model.device}, {str(model.dtype).removeprefix('torch.')}, attention: {backend.describe()}"),
         ("requests", f"up to {config.max_num_seqs:,} at once, {config.max_num_batched_tokens:,} tokens a step"),
-        ("prefix hits", "off" if granularity is None else f"multiples of {granularity:,} tokens"),
+        ("prefix hits", "off" if granularity is None else f"multiples of {granularity:,} tokens{note}"),
     ]
     if runner.graphs is not None:
         sizes = runner.graphs.sizes

@@ -60,6 +60,11 @@ class AttentionBackend(ABC):
         """Tokens of a block where the user names none."""
         return 16
 
+    @property
+    def page_note(self) -> str | None:
+        """Why prefix hits can be no finer than they are, and what helps; None: a smaller ``block_size`` does."""
+        return None
+
     def describe(self) -> str:
         """A few words for the start report: what computes attention, and why that where there was a choice."""
         return self.name

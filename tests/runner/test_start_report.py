@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcore.planning_text import size
 from kvcore.request import Request
 from kvcore.spec import FullAttentionSpec, SlidingWindowSpec
 from runner import Engine, EngineConfig
+from runner.attention import BACKENDS
+from runner.attention.flash_backend import FlashAttentionBackend
+from runner.errors import UnsupportedModelError
 from tests.runner.byte_model import byte_engine
+from tests.runner.flash_stand_ins import STAND_INS
 from tests.runner.small_models import WINDOW, small_model
 
 
@@ -111,6 +116,21 @@ def test_it_says_how_fine_prefix_hits_are() -> None:
     engine.generate([prompt])
     (again,) = engine.generate([prompt])
     assert again.num_cached_tokens == 56
+
+
+def test_it_says_why_prefix_hits_are_coarse_where_the_backend_wants_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_2 = FlashAttentionBackend(
+        STAND_INS[2](), capability=(8, 0), device_type="cpu", choice="compute capability 8.0"
+    )
+    monkeypatch.setitem(BACKENDS, "flash", lambda device: flash_2)
+    model = small_model("llama").to(torch.bfloat16)
+    report = rows_of(Engine(model, config=EngineConfig(attention_backend="flash", num_blocks=20)).describe())
+    assert report["prefix hits"] == (
+        "multiples of 256 tokens (flash-attn 2 takes no pages under 256 tokens; attention_backend='triton' does)"
+    )
+    assert report["runs on"] == "cpu, bfloat16, attention: flash: flash-attn 2 (compute capability 8.0)"
+    with pytest.raises(UnsupportedModelError, match="pass block_size=256"):
+        Engine(model, config=EngineConfig(attention_backend="flash", num_blocks=20, block_size=16))
 
 
 def test_it_is_logged_once_where_somebody_listens(caplog: pytest.LogCaptureFixture) -> None:
