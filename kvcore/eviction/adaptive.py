@@ -44,6 +44,9 @@ LEAST_PATIENCE = 8
 GIVE_BACK = 0.25
 CAUTION = 2.0  # How much more it takes to leave LRU after each time that happened,
 CALM = 0.5 ** (1 / (100 * CHOICES_A_POOL))  # which wears off: by half in 100 pools.
+# And how much more it takes at first, when a night's batch is half of all that was ever seen,
+INEXPERIENCE = 5.0
+LEARNING = 0.5 ** (1 / (8 * CHOICES_A_POOL))  # by half less every 8 pools.
 
 
 class Adaptive(Segments):
@@ -59,8 +62,8 @@ class Adaptive(Segments):
     have found so many more that chance does not explain it and that a change is worth its price; a bolder setting
     follows only once the pool has gained by the first. From then on it is not the shadow that counts but what the pool
     itself finds: when that falls behind the shadow of LRU by a fiftieth of a pool, LRU rules again, the past is
-    forgotten, and the next setting has to bring twice as much. So the policy does not stay behind LRU for long, nor
-    often.
+    forgotten, and the next setting has to bring twice as much. At first it takes even more than that to leave LRU: what
+    a few pools have shown may not be how things go on. So the policy does not stay behind LRU for long, nor often.
 
     O(1) a block in every call, amortized. Beside the pool it remembers up to 4 hashes for each block of it, and some
     thousands in the shadows.
@@ -81,6 +84,7 @@ class Adaptive(Segments):
         self._choose_at = 0
         self._random = random.Random(0)
         self._caution = 1.0  # at least 1
+        self._inexperience = INEXPERIENCE  # at least 1
         self._forget()
 
     def _forget(self) -> None:
@@ -208,6 +212,7 @@ class Adaptive(Segments):
             self._gains[i] = self._gains[i] * MEMORY + gain
             self._squares[i] = self._squares[i] * MEMORY**2 + gain * gain
         self._caution = max(1.0, self._caution * CALM)
+        self._inexperience = max(1.0, self._inexperience * LEARNING)
         current = SETTINGS.index(self.setting)
         best = self._best_setting(current, hits[0])
         if best != current:
@@ -240,8 +245,9 @@ class Adaptive(Segments):
 
     def _price(self, setting: int, pool: float) -> float:
         """Hits that a setting has to be ahead of LRU by, to be tried in its place."""
-        lead = max(LEAD_IN_POOLS * pool * self._caution, LEAD_OVER_LRU * self._lru_hits)
-        lead = max(lead, CONFIDENCE * math.sqrt(self._squares[setting] * self._caution))
+        caution = self._caution * self._inexperience
+        lead = max(LEAD_IN_POOLS * pool * caution, LEAD_OVER_LRU * self._lru_hits)
+        lead = max(lead, CONFIDENCE * math.sqrt(self._squares[setting] * caution))
         return lead * (PRICE_OF_LAST if setting == len(SETTINGS) - 1 else 1)
 
 
