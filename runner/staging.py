@@ -45,6 +45,7 @@ class StagingBuffer:
     def __init__(self, num_bytes: int, device: torch.device | str, *, separate: bool = True) -> None:
         device = torch.device(device)
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._array = self._host.numpy()
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if separate else self._host
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._end = 0
@@ -79,7 +80,7 @@ class StagingBuffer:
             raise ValueError(f"a section of {num_bytes:,} bytes does not fit: {self.room:,} of {len(self):,} are left")
         piece = slice(self._end, self._end + prod(shape) * dtype.itemsize)
         self._end += num_bytes
-        host = self._host[piece].numpy().view(_DTYPES[dtype]).reshape(shape)
+        host = self._array[piece].view(_DTYPES[dtype]).reshape(shape)
         return Section(host, self._device[piece].view(dtype).view(tuple(shape)))
 
     def send(self) -> None:

@@ -18,6 +18,9 @@ from runner.errors import EngineConfigError, UnsupportedModelError
 
 DTYPES = (torch.bfloat16, torch.float16)
 
+SHORTEST_TMA_PAGE = 64
+"""Tokens of the shortest page that flash-attn 3 and 4 may load as a whole, the rest of a tile uncleared."""
+
 LARGEST_TRITON_HEAD_SIZE = 256
 SHORTEST_TRITON_PAGE = 16
 
@@ -113,6 +116,10 @@ class FlashAttentionBackend(AttentionBackend):
     def page_multiple(self) -> int:
         """Tokens of a page, and with them those that a prefix hit counts in, are a multiple of this."""
         return self.version.page_multiple
+
+    def clears_what_it_skips(self, spec: KVCacheSpec) -> bool:
+        """Whether NaN behind the end of a context, in the last page of a sequence, never comes through."""
+        return self.version.number == 2 or spec.block_size < SHORTEST_TMA_PAGE
 
     @property
     def page_note(self) -> str | None:

@@ -254,11 +254,14 @@ def _attend(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, attn_mask=mask, scale=scale
         )
-    scores = query @ keys.mT * scale
+    # In float32 at least: rounded to bfloat16, scores would be off by as much as a softmax tells apart.
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(exact) @ keys.to(exact).mT * scale
     if softcap is not None:
         # Before anything is masked: what is -inf must stay so.
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float() if mask is None else scores + mask
+    if mask is not None:
+        scores = scores + mask
     logsumexp = scores.logsumexp(-1)
     weights = (scores - logsumexp[..., None]).exp_()
     return weights.to(values.dtype) @ values, logsumexp

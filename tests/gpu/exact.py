@@ -63,12 +63,12 @@ class Bound:
 
 
 BOUNDS = {
-    "bfloat16": Bound(1e-2, 6e-2),
-    "float16": Bound(2e-3, 8e-3),
+    "bfloat16": Bound(5e-3, 2e-2),
+    "float16": Bound(1e-3, 4e-3),
     "float32": Bound(2e-5, 1e-4),
 }
-"""By element type. In bfloat16, rounding the result costs about 1e-3, and where scores are rounded before the softmax
-(the torch backend), 6e-3. A key too many or too few of 1,024 shows as 3e-2 of the whole."""
+"""By element type. In bfloat16, rounding weights and result costs 2e-3. A key too many or too few of 1,024 shows as 3e-2
+of the whole."""
 
 
 @dataclass(frozen=True)
