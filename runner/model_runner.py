@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -94,7 +96,8 @@ class ModelRunner:
         else:
             capture = capture or CudaCapture(self.model.device)
             try:
-                self.graphs = DecodeGraphs(self._inputs, self._forward, capture_sizes(self._max_num_seqs), capture)
+                with self._on_device():
+                    self.graphs = DecodeGraphs(self._inputs, self._forward, capture_sizes(self._max_num_seqs), capture)
                 return
             except RuntimeError as error:
                 # What torch raises when a model does something that depends on values, or memory runs out.
@@ -114,9 +117,15 @@ class ModelRunner:
             sequences that sample, in their order; valid until the next step.
         """
         size = self.graphs.size_for(sequences) if self.graphs else None
-        if size is not None:
-            return self.graphs.run(sequences, size)
-        return self._forward(self._inputs.lay_out(sequences))
+        with self._on_device():
+            if size is not None:
+                return self.graphs.run(sequences, size)
+            return self._forward(self._inputs.lay_out(sequences))
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Streams and events, and Triton's launches, are those of the current device, wherever the tensors are."""
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @torch.inference_mode()
     def _forward(self, batch: Batch) -> torch.Tensor:
