@@ -8,7 +8,7 @@ Needs numpy; nothing else in this package does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +146,10 @@ class BlockTables:
     def __len__(self) -> int:
         """Requests that have a row."""
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        """Their ids."""
+        return iter(self._rows)
 
     def row(self, request_id: str) -> int:
         """The row of a request. O(1).

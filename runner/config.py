@@ -33,7 +33,7 @@ class EngineConfig:
             CPU, which is exact and often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
         attention_backend: A name in :data:`runner.attention.BACKENDS`. None: "triton" on a CUDA device if Triton is
-            installed, else "torch".
+            installed and takes the model, else "torch".
         cuda_graphs: Capture decode steps in CUDA graphs and replay them. None: where model, backend and device let it;
             True: or refuse.
         block_size: Tokens per block. None: what suits the backend, 16 for most. Layers that store fewer bytes per token
@@ -99,7 +99,7 @@ class EngineConfig:
                 f"eviction_policy must be one of {', '.join(sorted(POLICIES))}, a policy, or a class of policies; got "
                 f"{self.eviction_policy!r}"
             )
-        if self.cuda_graphs not in (None, True, False):
+        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
             raise EngineConfigError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
         if self.kv_cache_memory is not None and self.num_blocks is not None:
             raise EngineConfigError("pass either kv_cache_memory or num_blocks, not both")

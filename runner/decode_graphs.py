@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,11 +33,17 @@ class Capture(Protocol):
 
         Args:
             work: What to record. It reads tensors that stay where they are.
+
+        Returns:
+            What does it again.
+
+        Raises:
+            Exception: It cannot be recorded.
         """
 
 
 class CudaCapture:
-    """Records CUDA graphs. They share their memory, so that what one returned holds until the next is replayed."""
+    """Records CUDA graphs. They share their memory: what one returns must be a tensor that was there before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,7 +59,8 @@ class CudaCapture:
                 work()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = work()
 
         def replay() -> torch.Tensor:
@@ -82,6 +90,9 @@ class DecodeGraphs:
 
     Attributes:
         sizes: As given, the smallest first.
+
+    Raises:
+        Exception: A step cannot be captured.
     """
 
     def __init__(
@@ -92,11 +103,19 @@ class DecodeGraphs:
         self._replays: dict[int, Replay] = {}
         start = time.perf_counter()
         # The largest first: the others find room in its memory.
+        self._logits: torch.Tensor | None = None  # [largest size, vocabulary], of whatever step was last
         for size in reversed(self.sizes):
             batch = inputs.lay_out_padded([], size)
-            self._replays[size] = capture(lambda batch=batch: forward(batch))
+            self._replays[size] = capture(partial(self._step, forward, batch, size))
             logger.debug("captured decode steps of %d", size)
         logger.info("captured decode steps of %d sizes in %.1f s", len(self.sizes), time.perf_counter() - start)
+
+    def _step(self, forward: Callable[[Batch], torch.Tensor], batch: Batch, size: int) -> torch.Tensor:
+        """The work to capture."""
+        logits = forward(batch)
+        if self._logits is None:  # at the largest size, before anything is recorded
+            self._logits = torch.empty_like(logits)
+        return self._logits[:size].copy_(logits)
 
     def size_for(self, sequences: Sequence[SequenceSlice]) -> int | None:
         """The captured size that a step of these sequences is padded to; None: it has to be run as it is.

@@ -78,6 +78,7 @@ class Engine(RequestLoop):
             specs,
             self.kv_cache_config,
             backend,
+            falls_back=config.attention_backend is None,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from kvcore.spec import KVCacheConfig, KVCacheSpec
 from runner.attention.base import AttentionBackend
+from runner.attention.torch_backend import TorchBackend
 from runner.batch import Batch, SequenceSlice
 from runner.decode_graphs import Capture, CudaCapture, DecodeGraphs, capture_sizes
-from runner.errors import EngineConfigError
+from runner.errors import EngineConfigError, UnsupportedModelError
 from runner.hf_attention import BoundLayer, PagedStep
 from runner.kv_cache import allocate_kv_cache
 from runner.layers import attention_layers
@@ -29,11 +30,13 @@ class ModelRunner:
         specs: What each of its layers caches, by name.
         kv_cache_config: Where, planned for these specs.
         backend: What computes attention.
+        falls_back: Nobody asked for that backend: where it refuses the model, the torch backend computes.
         max_num_batched_tokens: Most tokens of a step.
         max_num_seqs: Most sequences of a step, and most requests that run.
         max_model_len: Longest sequence, in tokens.
 
     Attributes:
+        backend: What computes attention.
         kv_caches: Each layer's cache, by name.
         graphs: Decode steps that are replayed; None: all steps are launched anew.
         no_graphs_because: Why ``graphs`` is None.
@@ -50,15 +53,21 @@ class ModelRunner:
         kv_cache_config: KVCacheConfig,
         backend: AttentionBackend,
         *,
+        falls_back: bool = False,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
         self.model = model
         self.kv_cache_config = kv_cache_config
-        self.backend = backend
         layers = attention_layers(model, specs)
-        backend.check(list(layers.values()), device=model.device, dtype=model.dtype)
+        try:
+            backend.check(list(layers.values()), device=model.device, dtype=model.dtype)
+        except UnsupportedModelError as refusal:
+            if not falls_back:
+                raise
+            backend = TorchBackend(because=str(refusal))
+        self.backend = backend
         self.kv_caches = allocate_kv_cache(kv_cache_config, model.device)
         group_of = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
         self._layers = {
@@ -99,8 +108,9 @@ class ModelRunner:
                 with self._on_device():
                     self.graphs = DecodeGraphs(self._inputs, self._forward, capture_sizes(self._max_num_seqs), capture)
                 return
-            except RuntimeError as error:
-                # What torch raises when a model does something that depends on values, or memory runs out.
+            except Exception as error:
+                # A model that looks at values, memory that runs out, a kernel that does not compile: each says so in
+                # its own way, and all of them run without.
                 self.no_graphs_because = f"a decode step could not be captured ({type(error).__name__}: {error})"
         if required:
             raise EngineConfigError(f"cuda_graphs=True, but {self.no_graphs_because}: leave it out to run without")
@@ -108,6 +118,10 @@ class ModelRunner:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Let go of requests that run no more, finished or preempted. O(requests)."""
         self._inputs.forget(request_ids)
+
+    def forget_all(self) -> None:
+        """Let go of all requests. O(requests)."""
+        self._inputs.forget_all()
 
     def execute(self, sequences: Sequence[SequenceSlice]) -> torch.Tensor:
         """Compute a step: the cache then holds the keys and values of all its tokens.

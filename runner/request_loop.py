@@ -245,6 +245,7 @@ class RequestLoop:
         """After a step that failed half way: its full blocks are registered, but may not hold what they should."""
         for live in list(self._live.values()):
             self._let_go(live)
+        self.model_runner.forget_all()
         if not self.manager.reset_prefix_cache():
             # Something is pinned. What is evicted is found by nobody, whoever holds it.
             self.manager.evict_blocks(range(1, len(self.manager.block_pool.blocks)))

@@ -188,15 +188,16 @@ class Scheduler:
         return scheduled
 
     def take_released(self) -> list[str]:
-        """Ids of requests that have left since the last call, or were preempted: their blocks are not theirs any more.
+        """Ids of requests that have left since the last step, or were preempted: their blocks are not theirs any more.
 
-        Whoever keeps block tables asks between :meth:`schedule` and the step.
+        Whoever keeps block tables asks between :meth:`schedule` and :meth:`complete`.
         """
         released, self._released = self._released, []
         return released
 
     def complete(self, scheduled: Iterable[Scheduled]) -> None:
         """Note that a step has been computed."""
+        self._released.clear()
         for item in scheduled:
             item.request.num_computed_tokens += item.num_new_tokens
 

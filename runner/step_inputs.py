@@ -9,15 +9,11 @@ import numpy as np
 import torch
 
 from kvcore.block_table import BlockTables
-from kvcore.errors import UnknownRequestError
-from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.errors import CountError, UnknownRequestError
 from kvcore.spec import KVCacheConfig
 from runner.batch import Batch, GroupBatch, SequenceSlice
 from runner.device_tables import DeviceBlockTable
 from runner.staging import StagingBuffer, section_bytes
-
-PADDING = "padding"
-"""Has a row of its own in the block tables, of no blocks."""
 
 UPDATE_BYTES = 1 << 20
 """Room for rows of block tables that changed, beside the other inputs of a step. A step with more takes more copies."""
@@ -53,8 +49,10 @@ class StepInputs:
         separate = self.device.type != "cpu" if separate is None else separate
         self.max_model_len = max_model_len
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._max_num_seqs = max_num_seqs
         self._rows = BlockTables(kv_cache_config, max_num_seqs + 1, max_model_len)
-        self._padding = self._rows.add(PADDING, KVCacheBlocks(tuple(() for _ in self._specs)))
+        # Rows are given out from the first, so that the last, which stays empty, is never.
+        self._padding = max_num_seqs
         self.tables = [DeviceBlockTable(table, self.device, separate=separate) for table in self._rows.tables]
         self._update_bytes = max(UPDATE_BYTES, *(table.row_bytes for table in self.tables))
         step_bytes = (
@@ -69,6 +67,10 @@ class StepInputs:
         for request_id in request_ids:
             with suppress(UnknownRequestError):  # it never came to a step
                 self._rows.remove(request_id)
+
+    def forget_all(self) -> None:
+        """Give back all rows. O(requests)."""
+        self.forget(list(self._rows))
 
     def lay_out(self, sequences: Sequence[SequenceSlice]) -> Batch:
         """A step of these sequences. O(tokens + new blocks).
@@ -98,6 +100,9 @@ class StepInputs:
         Args:
             sequences: At most ``size``; none: all is padding.
             size: Sequences, and tokens, of the step.
+
+        Raises:
+            CountError: As :meth:`lay_out` says.
         """
         missing = size - len(sequences)
         rows = [*(self._row(sequence) for sequence in sequences), *[self._padding] * missing]
@@ -112,6 +117,11 @@ class StepInputs:
             row = self._rows.row(sequence.request_id)
         except UnknownRequestError:
             assert sequence.new_blocks is not None, "a request without blocks in a step"
+            if len(self._rows) >= self._max_num_seqs:
+                raise CountError(
+                    f"all {self._max_num_seqs} rows are taken: forget requests that run no more, or make StepInputs "
+                    "with a larger max_num_seqs"
+                ) from None
             return self._rows.add(sequence.request_id, sequence.new_blocks)
         if sequence.new_blocks is not None:
             self._rows.append(sequence.request_id, sequence.new_blocks)

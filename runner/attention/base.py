@@ -113,7 +113,8 @@ class AttentionBackend(ABC):
 
         A sequence whose cache holds C tokens at the end of the step has queries at positions C - query_len to C - 1.
         The query at position p reads keys at positions ``visible_from(spec, p)`` to p. Nothing else in the cache has
-        any influence on the result, not even if it is NaN: pages hold what their last owner left there.
+        any influence on the result, not even if it is NaN: pages hold what their last owner left there. (A backend that
+        cannot promise this of NaN says so in its own description.)
 
         Args:
             query: ``[T, Hq, D]``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -80,13 +81,19 @@ class FlashAttentionBackend(AttentionBackend):
             load: Imports a module by name.
 
         Raises:
-            EngineConfigError: The device is none of CUDA, or nothing fits it; says what was found and what to install.
+            EngineConfigError: The device is none of CUDA, or nothing fits it, or Triton is missing; says what was found
+                and what to install.
         """
         device = torch.device(device)
         if device.type != "cuda":
             raise EngineConfigError(
                 f"attention_backend='flash' needs a CUDA device, the model is on {device}: use "
                 "attention_backend='torch'"
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise EngineConfigError(
+                "attention_backend='flash' stores keys and values with a Triton kernel, and Triton is not installed: "
+                "run `pip install 'kvcore[cuda]'`"
             )
         capability = capability or torch.cuda.get_device_capability(device)
         preferred = PREFERENCE.get(capability[0], ())

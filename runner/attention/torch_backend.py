@@ -65,12 +65,20 @@ class TorchBackend(AttentionBackend):
     What is gathered from the pages goes through a buffer that lives as long as the backend. On a CPU that is most of
     the speed: memory fresh from the allocator costs a page fault every 4 KiB, several times what the gather itself
     does.
+
+    Args:
+        because: Why it was chosen, where it is not what would have been; for :meth:`describe`.
     """
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, *, because: str = "") -> None:
+        self._because = because
         self._buffer = torch.empty(0)
+
+    def describe(self) -> str:
+        """As the contract says."""
+        return f"torch ({self._because})" if self._because else "torch"
 
     def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
         """Takes every layer."""

@@ -67,8 +67,8 @@ BOUNDS = {
     "float16": Bound(1e-3, 4e-3),
     "float32": Bound(2e-5, 1e-4),
 }
-"""By element type. In bfloat16, rounding weights and result costs 2e-3. A key too many or too few of 1,024 shows as 3e-2
-of the whole."""
+"""By element type. In bfloat16, rounding weights and result costs 2e-3. A key too many or too few of 1,024 shows as
+3e-2 of the whole."""
 
 
 @dataclass(frozen=True)

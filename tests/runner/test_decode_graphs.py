@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 import runner.attention
+import runner.model_runner
 from runner import Engine, EngineConfig, SamplingParams
-from runner.decode_graphs import capture_sizes
+from runner.batch import SequenceSlice
+from runner.decode_graphs import DecodeGraphs, capture_sizes
 from runner.errors import EngineConfigError
+from runner.step_inputs import StepInputs
+from tests.runner.paged_reference import blocks_of
 from tests.runner.recorded_ops import RecordedOps
 from tests.runner.small_models import random_prompts, small_model
 from tests.runner.table_backend import TableBackend
@@ -23,7 +29,9 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _table_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With inputs and block tables in memory of their own, as on a device: what is not sent is not there."""
     monkeypatch.setitem(runner.attention.BACKENDS, "table", lambda device: TableBackend())
+    monkeypatch.setattr(runner.model_runner, "StepInputs", partial(StepInputs, separate=True))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3-hybrid"])
@@ -89,6 +97,26 @@ def test_a_step_that_no_captured_one_can_stand_for_is_launched(model: PreTrained
     engine.add_request(PROMPTS[2], PARAMS)
     engine.step()
     assert capture.num_replays == 1, "a decode beside a prefill"
+    graphs = engine.model_runner.graphs
+    assert graphs is not None
+    decode = SequenceSlice("a", [1], 5, None, samples=True)
+    assert graphs.size_for([decode]) == 1
+    assert graphs.size_for([decode] * 3) == 4
+    assert graphs.size_for([decode] * 7) is None, "more than were captured"
+    assert graphs.size_for([decode, replace(decode, samples=False)]) is None, "a piece of a prompt, of one token"
+
+
+def test_steps_of_all_sizes_leave_their_logits_in_one_place(model: PreTrainedModel) -> None:
+    engine, _ = capturing_engine(model)
+    graphs = engine.model_runner.graphs
+    assert graphs is not None
+    tables = blocks_of(*([1] for _ in engine.kv_cache_config.kv_cache_groups))
+    step = [SequenceSlice("a", [1], 0, tables, samples=True)]
+    places = set()
+    for size in graphs.sizes:
+        places.add(graphs.run(step, size).data_ptr())
+        step = [replace(step[0], new_blocks=None)]
+    assert len(places) == 1
 
 
 def test_the_start_report_says_what_was_captured(model: PreTrainedModel) -> None:
@@ -143,12 +171,15 @@ def test_captured_sizes_reach_to_the_largest_batch_and_waste_little(max_num_seqs
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
-def test_graphs_on_the_device_give_the_same_tokens(architecture: str) -> None:
+def test_graphs_on_the_device_give_the_same_tokens(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, *step: (replayed.append(step), run(self, *step))[1])
     model = small_model(architecture).to("cuda")
     settings: dict[str, Any] = {"attention_backend": "triton", "num_blocks": 300, "max_model_len": 128}
     eager = Engine(model, config=EngineConfig(cuda_graphs=False, **settings))
     expected = answers(eager)
+    assert not replayed
     engine = Engine(model, config=EngineConfig(cuda_graphs=True, **settings))
-    assert engine.model_runner.graphs is not None
     assert answers(engine) == expected
-    assert torch.cuda.is_available()
+    assert len(replayed) >= PARAMS.max_tokens - 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from runner.batch import Batch, SequenceSlice
 from runner.staging import ALIGNMENT, StagingBuffer, section_bytes
 from runner.step_inputs import StepInputs
 from tests.runner.paged_reference import blocks_of
+from tests.runner.recorded_ops import RecordingMode
 
 CONFIG = KVCacheConfig(
     1000,
@@ -73,16 +76,19 @@ class Book:
             zip(batch.groups, (g.kv_cache_spec for g in CONFIG.kv_cache_groups), strict=True)
         ):
             tables = [self.tables[sequence.request_id][i] for sequence in sequences]
-            for row, table in zip(group.block_table.tolist(), tables, strict=True):
+            rows = group.block_table.tolist()[: len(sequences)]
+            for row, table in zip(rows, tables, strict=True):
                 assert row[: len(table)] == table
-            assert group.block_ids == tables
+            assert group.block_ids[: len(sequences)] == tables
             slots = [
                 table[position // spec.block_size] * spec.block_size + position % spec.block_size
                 for table, s in zip(tables, sequences, strict=True)
                 for position in range(s.num_computed_tokens, s.num_computed_tokens + len(s.token_ids))
             ]
-            assert group.slot_mapping.tolist() == slots
-            assert group.seq_lens.tolist() == [s.num_computed_tokens + len(s.token_ids) for s in sequences]
+            assert group.slot_mapping.tolist()[: len(slots)] == slots
+            assert group.seq_lens.tolist()[: len(sequences)] == [
+                s.num_computed_tokens + len(s.token_ids) for s in sequences
+            ]
 
 
 @given(st.data())
@@ -103,30 +109,43 @@ def test_device_tables_follow_requests_that_come_grow_and_go(data: st.DataObject
             book.check(inputs.lay_out(sequences), sequences)
 
 
-def test_more_changed_rows_than_there_is_room_for_take_further_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def num_copies(work: Callable[[], Batch]) -> tuple[int, Batch]:
+    """How often something is copied as a whole while a step is laid out, and the step."""
+    with RecordingMode() as mode:
+        batch = work()
+    return sum(func is torch.ops.aten.copy_.default for func, *_ in mode.operations), batch
+
+
+@pytest.mark.parametrize("num_rows", [2, 15])
+def test_more_changed_rows_than_there_is_room_for_take_further_copies(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
     monkeypatch.setattr(step_inputs, "UPDATE_BYTES", 100)
-    inputs, book = inputs_for(), Book(2)
-    sequences = [book.step(name, 15) for name in "abcd"]
-    book.check(inputs.lay_out(sequences), sequences)
+    inputs, book = inputs_for(max_num_seqs=15, max_model_len=1024), Book(2)
+    names = [f"long-{i}" for i in range(num_rows)]
+    book.lengths = dict.fromkeys(names, 990)  # 248 blocks of 4 tokens
+    sequences = [book.step(name, 3) for name in names]
+    copies, batch = num_copies(lambda: inputs.lay_out(sequences))
+    book.check(batch, sequences)
+    assert copies > (2 if num_rows == 2 else 6)
 
 
-def test_a_step_is_sent_in_one_copy_whatever_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_is_sent_in_one_copy_whatever_it_holds(padded: bool) -> None:
     inputs, book = inputs_for(), Book(3)
-    sent: list[int] = []
-    send = StagingBuffer.send
-    monkeypatch.setattr(StagingBuffer, "send", lambda self: (sent.append(1), send(self))[1])
-    for _ in range(3):
-        sequences = [book.step(name, 5) for name in "abcd"]
-        book.check(inputs.lay_out(sequences), sequences)
-    assert len(sent) == 3
+    for num_tokens in (5, 1, 1, 1, 1):
+        sequences = [book.step(name, num_tokens) for name in "abcd"]
+        lay_out = partial(inputs.lay_out_padded, size=4) if padded and num_tokens == 1 else inputs.lay_out
+        copies, batch = num_copies(partial(lay_out, sequences))
+        book.check(batch, sequences)
+        assert copies == 1
 
 
 def test_rows_that_did_not_change_are_not_sent() -> None:
     inputs, book = inputs_for(), Book(4)
     inputs.lay_out([book.step(name, 9) for name in "ab"])
     for table in inputs.tables:
-        table.gather(torch.tensor([1, 2]), 1)
-        table._device[2] = -7  # what the device has of "b"
+        table._device[1] = -7  # what the device has of "b"
     a, b = book.step("a", 8), book.step("b", 1)
     assert b.new_blocks is None
     full, window = inputs.lay_out([a, b]).groups
@@ -140,13 +159,16 @@ def test_a_padded_step_lies_where_the_first_of_its_size_lay_and_its_padding_is_n
     where = addresses(empty)
     assert [group.slot_mapping.tolist() for group in empty.groups] == [[-1] * 4] * 2
     inputs.lay_out([book.step(name, 7) for name in "abc"])
-    sequences = [book.step(name, 1) for name in "abc"]
-    batch = inputs.lay_out_padded(sequences, 4)
+    for _ in range(2):
+        sequences = [book.step(name, 1) for name in "abc"]
+        batch = inputs.lay_out_padded(sequences, 4)
+    assert all(sequence.new_blocks is not None for sequence in sequences), "a block that the device has to be told of"
+    book.check(batch, sequences)
     assert addresses(batch) == where
     assert batch.logits_indices.tolist() == [0, 1, 2, 3]
-    assert batch.position_ids.tolist() == [[7, 7, 7, 0]]
+    assert batch.position_ids.tolist() == [[8, 8, 8, 0]]
     for group in batch.groups:
-        assert group.seq_lens.tolist() == [8, 8, 8, 0]
+        assert group.seq_lens.tolist() == [9, 9, 9, 0]
         assert group.slot_mapping[3] == -1
         assert min(group.slot_mapping[:3].tolist()) > 0
         assert group.query_start_loc.tolist() == [0, 1, 2, 3, 4]
@@ -160,6 +182,8 @@ def test_a_request_without_room_is_refused() -> None:
     inputs.lay_out([book.step("a", 3)])
     with pytest.raises(CountError, match="rows are taken"):
         inputs.lay_out([book.step("b", 3)])
+    with pytest.raises(CountError, match="all 1 rows are taken"):
+        inputs.lay_out_padded([book.step("d", 1)], 1)
     inputs.forget(["a", "never seen"])
     again = [book.step("c", 3)]
     book.check(inputs.lay_out(again), again)
@@ -180,3 +204,17 @@ def test_sections_of_a_buffer_lie_apart_aligned_and_arrive_together() -> None:
         assert first.device.tolist() == [1, 2, 3], "changed before it was sent"
     with pytest.raises(ValueError, match="a section of 128 bytes does not fit: 120 of 200 are left"):
         staging.section((16,), torch.int64)
+
+
+@pytest.mark.gpu
+def test_what_is_on_its_way_is_not_overwritten_on_the_host() -> None:
+    staging = StagingBuffer(64, "cuda")
+    seen = []
+    for step in range(5):
+        staging.begin()
+        section = staging.section((4,), torch.int64)
+        section.host[:] = step
+        torch.cuda._sleep(20_000_000)  # the copy waits behind it
+        staging.send()
+        seen.append(section.device.clone())
+    assert [numbers.tolist() for numbers in seen] == [[step] * 4 for step in range(5)]
