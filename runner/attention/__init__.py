@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
 
-from runner.attention.base import AttentionBackend, AttentionLayer
+from runner.attention.base import AttentionBackend, AttentionLayer, has_triton
 from runner.attention.torch_backend import TorchBackend
 from runner.errors import EngineConfigError
 
@@ -17,7 +16,7 @@ def _torch_backend(device: torch.device) -> AttentionBackend:
 
 
 def _triton_backend(device: torch.device) -> AttentionBackend:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         raise EngineConfigError("attention_backend='triton' needs Triton: run `pip install 'kvcore[cuda]'`")
     from runner.attention.triton_backend import TritonBackend
 
@@ -50,7 +49,7 @@ def make_backend(name: str | None, device: torch.device | str = "cpu") -> Attent
     """
     device = torch.device(device)
     if name is None:
-        name = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch"
+        name = "triton" if device.type == "cuda" and has_triton() else "torch"
     if name not in BACKENDS:
         raise EngineConfigError(f"attention_backend must be one of {', '.join(BACKENDS)}; got {name!r}")
     return BACKENDS[name](device)

@@ -5,6 +5,7 @@ Shapes are written with T: tokens in the step, B: sequences in the step, Hq and 
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,6 +130,14 @@ class AttentionBackend(ABC):
         Returns:
             ``[T, Hq, D]``.
         """
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # where an import of it was made to fail
+        return False
 
 
 def visible_from(spec: KVCacheSpec, position: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcore.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
-from runner.attention.base import AttentionBackend, AttentionLayer
+from runner.attention.base import AttentionBackend, AttentionLayer, has_triton
 from runner.attention.flash_versions import VERSIONS, FlashPlan, FlashVersion, version_of
 from runner.batch import GroupBatch
 from runner.errors import EngineConfigError, UnsupportedModelError
@@ -90,7 +89,7 @@ class FlashAttentionBackend(AttentionBackend):
                 f"attention_backend='flash' needs a CUDA device, the model is on {device}: use "
                 "attention_backend='torch'"
             )
-        if importlib.util.find_spec("triton") is None:
+        if not has_triton():
             raise EngineConfigError(
                 "attention_backend='flash' stores keys and values with a Triton kernel, and Triton is not installed: "
                 "run `pip install 'kvcore[cuda]'`"

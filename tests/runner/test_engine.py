@@ -477,6 +477,7 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
     ("settings", "message"),
     [
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
+        ({"cuda_graphs": 0}, "cuda_graphs must be True, False or None, got 0"),
         ({"max_num_seqs": 3000}, "max_num_batched_tokens=2048 is less than max_num_seqs=3000"),
         ({"max_overtakes": -1}, "max_overtakes must be a whole number of at least 0, got -1"),
         ({"growth_tokens": 1.5}, "growth_tokens must be a whole number of at least 0, got 1.5"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -228,6 +229,12 @@ def test_a_cpu_is_refused() -> None:
         backend.check([], device=torch.device("cpu"), dtype=torch.bfloat16)
     with pytest.raises(EngineConfigError, match="the model is on cpu: use attention_backend='torch'"):
         BACKENDS["flash"](torch.device("cpu"))
+
+
+def test_without_triton_nothing_could_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(EngineConfigError, match=r"Triton is not installed: run `pip install 'kvcore\[cuda\]'`"):
+        FlashAttentionBackend.for_device("cuda", capability=(9, 0), load=lambda name: STAND_INS[3]())
 
 
 @versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from kvcore.planning_text import size
 from kvcore.request import Request
 from kvcore.spec import FullAttentionSpec, SlidingWindowSpec
 from runner import Engine, EngineConfig
-from runner.attention import BACKENDS
+from runner import engine as engine_module
+from runner.attention import BACKENDS, AttentionLayer, TorchBackend, make_backend
 from runner.attention.flash_backend import FlashAttentionBackend
 from runner.errors import UnsupportedModelError
 from tests.runner.byte_model import byte_engine
@@ -131,6 +133,25 @@ def test_it_says_why_prefix_hits_are_coarse_where_the_backend_wants_it_so(monkey
     assert report["runs on"] == "cpu, bfloat16, attention: flash: flash-attn 2 (compute capability 8.0)"
     with pytest.raises(UnsupportedModelError, match="pass block_size=256"):
         Engine(model, config=EngineConfig(attention_backend="flash", num_blocks=20, block_size=16))
+
+
+def test_it_says_why_torch_computes_where_the_backend_that_nobody_asked_for_does_not_take_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Picky(TorchBackend):
+        name = "picky"
+
+        def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
+            raise UnsupportedModelError(f"{layers[0].name}: too large for picky")
+
+    monkeypatch.setitem(BACKENDS, "picky", lambda device: Picky())
+    monkeypatch.setattr(engine_module, "make_backend", lambda name, device: make_backend(name or "picky", device))
+    model = small_model("llama")
+    engine = Engine(model, config=EngineConfig(num_blocks=20))
+    assert rows_of(engine.describe())["runs on"] == "cpu, float32, attention: torch (layers.0: too large for picky)"
+    assert engine.generate([[1, 2, 3]])[0].token_ids
+    with pytest.raises(UnsupportedModelError, match=r"layers.0: too large for picky"):
+        Engine(model, config=EngineConfig(num_blocks=20, attention_backend="picky"))
 
 
 def test_it_is_logged_once_where_somebody_listens(caplog: pytest.LogCaptureFixture) -> None:
