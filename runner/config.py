@@ -81,6 +81,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_whole(1, "block_size kv_cache_memory num_blocks max_model_len max_num_batched_tokens max_num_seqs")
         self._check_whole(0, "growth_tokens max_overtakes")
+        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
+            raise EngineConfigError(f"attention_backend must be a name or None, got {self.attention_backend!r}")
         if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
             raise EngineConfigError(f"watermark must be a share from 0 to below 1, got {self.watermark!r}")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -132,10 +132,13 @@ class Engine(RequestLoop):
         """
         config = EngineConfig(**engine_config)
         device = config.torch_device()
+        backend = make_backend(config.attention_backend, device)
         dtype_name = config.dtype or ("float32" if device.type == "cpu" else None)
         dtype = torch_dtype(dtype_name) if dtype_name else None
         source = find_model(model)
-        specs_of(source.config, block_size=config.block_size or 16, dtype=dtype_name or "bfloat16")
+        specs_of(
+            source.config, block_size=config.block_size or backend.default_block_size, dtype=dtype_name or "bfloat16"
+        )
         loaded = source.load_model(dtype=dtype, device=device)
         return cls(loaded, source.load_tokenizer(), config)
 

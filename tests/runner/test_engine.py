@@ -492,6 +492,7 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
         ({"dtype": "float3"}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 'float3'"),
         ({"eviction_policy": "lfuu"}, "eviction_policy must be one of adaptive, .* got 'lfuu'"),
         ({"window_retention": "tails"}, "window_retention must be one of ends, all; got 'tails'"),
+        ({"attention_backend": ["torch"]}, r"attention_backend must be a name or None, got \['torch'\]"),
         ({"dtype": 16}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 16"),
     ],
 )
@@ -506,6 +507,12 @@ def test_settings_that_cannot_work_are_refused(
 def test_a_device_that_cannot_be_used_is_named_before_anything_is_loaded(device: Any) -> None:
     with pytest.raises(EngineConfigError, match=f"device {device!r} cannot be used"):
         Engine.from_pretrained("/nowhere", device=device)
+
+
+@pytest.mark.parametrize(("backend", "message"), [("magic", "must be one of torch"), ("flash", "needs a CUDA device")])
+def test_a_backend_that_cannot_be_had_is_named_before_anything_is_loaded(backend: str, message: str) -> None:
+    with pytest.raises(EngineConfigError, match=message):
+        Engine.from_pretrained("/nowhere", device="cpu", attention_backend=backend)
 
 
 def test_a_token_outside_the_vocabulary_is_refused_and_the_others_go_on(engine: Engine) -> None:
