@@ -53,7 +53,9 @@ def serve(model: PreTrainedModel, prompts: Prompts, max_tokens: int, repetitions
     # The first calls of a process are slow: threads start, memory is mapped. Other prompts, so that nothing is cached.
     other = [prompt[::-1] for prompt in prompts[:2]]
     by_generate(model, other[:1], 2)
-    yield "generate_batch", by_generate_batch(model, prompts, max_tokens)
+    own, whole = by_generate_batch(model, prompts, max_tokens)
+    yield "generate_batch", own
+    yield "generate_batch_call", whole
     yield "generate", by_generate(model, prompts, max_tokens)
     off = Engine(model, None, EngineConfig(enable_caching=False))
     by_engine(off, other, 2)

@@ -77,15 +77,21 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> Se
     return Served(time.perf_counter() - start, first_tokens, tokens)
 
 
-def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> Served:
+def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> tuple[Served, Served]:
     """All prompts at once, through ``model.generate_batch``, transformers' continuous batching, with its defaults.
 
-    But its cache has room for all prompts twice over; by default it takes nine tenths of the machine's memory. The
-    clock starts when it has taken the prompts: what it sets up before does not count.
+    But its cache has room for all prompts twice over; by default it takes nine tenths of the machine's memory.
+
+    Returns:
+        Two views of one call. By its own clock, which starts when it has taken the prompts: what it sets up before does
+        not count. And by the caller's, for whom the call begins when it is made and ends when it returns.
     """
     config = _greedy(model, max_tokens)
     batching = ContinuousBatchingConfig()
-    batching.num_blocks = 2 * sum(-(-(len(prompt) + max_tokens) // batching.page_size) for prompt in prompts)
+    # The name changed between versions of transformers.
+    page = batching.page_size if hasattr(batching, "page_size") else batching.block_size
+    batching.num_blocks = 2 * sum(-(-(len(prompt) + max_tokens) // page) for prompt in prompts)
+    called = time.perf_counter()
     results = model.generate_batch(
         list(prompts),
         generation_config=config,
@@ -95,12 +101,12 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int)
     outputs = list(results.values())  # in the order of the prompts
     if failures := [output.error for output in outputs if output.error]:
         raise RuntimeError(f"generate_batch failed: {failures[0]}")
-    start = min(output.created_time for output in outputs)
-    return Served(
-        max(output.timestamps[-1] for output in outputs) - start,
-        [output.timestamps[0] - start for output in outputs],
-        [list(output.generated_tokens) for output in outputs],
-    )
+    returned = time.perf_counter()
+    start = min(output.created_time for output in outputs)  # by the same clock
+    first_tokens = [output.timestamps[0] for output in outputs]
+    tokens = [list(output.generated_tokens) for output in outputs]
+    own = Served(max(output.timestamps[-1] for output in outputs) - start, [t - start for t in first_tokens], tokens)
+    return own, Served(returned - called, [t - called for t in first_tokens], tokens)
 
 
 def _greedy(model: PreTrainedModel, max_tokens: int) -> GenerationConfig:

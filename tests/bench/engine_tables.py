@@ -14,6 +14,7 @@ Results = Mapping[str, Any]
 
 TITLES = {
     "generate_batch": "`generate_batch` of transformers",
+    "generate_batch_call": "the same call, its set-up counted",
     "generate": "`generate` of transformers, one by one",
     "off": "engine, cache off",
     "cold": "engine, cold",
