@@ -13,6 +13,7 @@ import torch
 from kvcore.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
 from runner.attention.base import AttentionBackend, AttentionLayer, has_triton
 from runner.attention.flash_versions import VERSIONS, FlashPlan, FlashVersion, version_of
+from runner.attention.triton_shapes import LARGEST_HEAD, takes_pages_of
 from runner.batch import GroupBatch
 from runner.errors import EngineConfigError, UnsupportedModelError
 
@@ -20,9 +21,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 SHORTEST_TMA_PAGE = 64
 """Tokens of the shortest page that flash-attn 3 and 4 may load as a whole, the rest of a tile uncleared."""
-
-LARGEST_TRITON_HEAD_SIZE = 256
-SHORTEST_TRITON_PAGE = 16
 
 PREFERENCE = {8: (2,), 9: (3, 4, 2), 10: (4, 2), 11: (4,), 12: (2,)}
 """Versions by the major number of the compute capability, the fastest with pages first."""
@@ -244,9 +242,7 @@ def _instead(dtype: torch.dtype, spec: KVCacheSpec | None = None) -> str:
         return "torch"
     if spec is None:
         return "triton"
-    is_power_of_two = spec.block_size & (spec.block_size - 1) == 0
-    fits = spec.head_size <= LARGEST_TRITON_HEAD_SIZE and spec.block_size >= SHORTEST_TRITON_PAGE and is_power_of_two
-    return "triton" if fits else "torch"
+    return "triton" if spec.head_size <= LARGEST_HEAD and takes_pages_of(spec.block_size) else "torch"
 
 
 def _import(version: type[FlashVersion], load: Callable[[str], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -12,19 +13,14 @@ from kvcore.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpe
 from runner.attention import triton_kernels, triton_ops
 from runner.attention.base import AttentionBackend, AttentionLayer
 from runner.attention.triton_launch import Launch, plan_launches
+from runner.attention.triton_shapes import LARGEST_HEAD, SMALLEST_PAGE, Card, takes_pages_of
 from runner.batch import GroupBatch
 from runner.errors import UnsupportedModelError
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-SMALLEST_PAGE = 16
-"""Tokens; the least that a step through the keys takes."""
-
-LARGEST_HEAD = 256
-"""Elements; smaller heads are padded to a power of two."""
-
-PROCESSORS_OF_A_CPU = 1
-"""What Triton's interpreter runs at a time."""
+INTERPRETER = Card(num_processors=1, shared_bytes=1 << 20, major=9)
+"""Stands for a card: one program at a time, and memory enough."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,21 @@ class TritonBackend(AttentionBackend):
     name: ClassVar[str] = "triton"
     supports_graphs: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        self._processors: dict[torch.device, int] = {}
-
     def describe(self) -> str:
         """As the contract says."""
         return "triton (interpreted: slow)" if triton_kernels.INTERPRETED else "triton"
 
     def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
         """As the contract says; what it refuses the torch backend takes."""
+        shortest_page = min((layer.spec.block_size for layer in layers), default=SMALLEST_PAGE)
         for layer in layers:
-            refusal = self._refusal(layer, device, dtype)
+            refusal = self._refusal(layer, device, dtype, shortest_page)
             if refusal is not None:
                 raise UnsupportedModelError(f"layer {layer.name}: the triton backend {refusal}")
 
-    def _refusal(self, layer: AttentionLayer, device: torch.device, dtype: torch.dtype) -> str | None:
+    def _refusal(
+        self, layer: AttentionLayer, device: torch.device, dtype: torch.dtype, shortest_page: int
+    ) -> str | None:
         """Why a layer cannot be served, and what to do."""
         torch_backend = "attention_backend='torch'"
         if device.type != "cuda" and not triton_kernels.INTERPRETED:
@@ -83,11 +79,15 @@ class TritonBackend(AttentionBackend):
                 f"use {torch_backend}"
             )
         page = layer.spec.block_size
-        if page < SMALLEST_PAGE or page & (page - 1):
-            return (
-                f"needs pages of a power of two from {SMALLEST_PAGE} tokens; got block_size={page}. Choose 16, 32, "
-                f"64..., or use {torch_backend}"
-            )
+        if not takes_pages_of(page):
+            need = f"needs pages of a power of two from {SMALLEST_PAGE} tokens"
+            times = page // shortest_page
+            if times & (times - 1):
+                return (
+                    f"{need}; this layer's have {page}, {times} times the block_size={shortest_page} of layers that "
+                    f"store more bytes per token, and would with any block_size. Use {torch_backend}"
+                )
+            return f"{need}; got block_size={page}. Choose 16, 32, 64..., or use {torch_backend}"
         if layer.spec.head_size > LARGEST_HEAD:
             return (
                 f"takes heads of up to {LARGEST_HEAD} elements; this one has {layer.spec.head_size}. Use "
@@ -139,17 +139,20 @@ class TritonBackend(AttentionBackend):
                 plan.batch.context_lens,
                 group_size=group_size,
                 element_size=kv_cache.element_size(),
-                num_processors=self._num_processors(kv_cache.device),
+                card=card_of(kv_cache.device),
             )
         return plan.launches[group_size]
 
-    def _num_processors(self, device: torch.device) -> int:
-        if device not in self._processors:
-            on_cuda = device.type == "cuda"
-            self._processors[device] = (
-                torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else PROCESSORS_OF_A_CPU
-            )
-        return self._processors[device]
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """What a launch has to know of a device; of a CPU, :data:`INTERPRETER`."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    # Without the larger figure, what every block may have is safe.
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Card(properties.multi_processor_count, shared_bytes, properties.major)
 
 
 def reach(spec: KVCacheSpec) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Paged attention and the store before it as Triton kernels: what runs on the device.
+"""Paged attention as Triton kernels: what runs on the device.
 
 One attention kernel serves prefill and decode. A program holds a tile: up to ``BLOCK_M`` rows, each a query of one
 sequence under one of the G query heads that share a KV head, so that a page is read once for all of them. It walks the
@@ -21,36 +21,6 @@ from runner.attention.triton_interpreter import mend_loop_bounds
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 FAR_BELOW: tl.constexpr = tl.constexpr(-1.0e30)
 """Where a running maximum starts: below every score, and finite, so that differences are no NaN."""
-
-
-@triton.jit
-def store_kernel(
-    key,
-    value,
-    kv_cache,
-    slot_mapping,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    ROW: tl.constexpr,  # Hkv * D
-    HEAD_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,  # a power of two from ROW
-):
-    """One program a token."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        row = slot // PAGE * (2 * PAGE) + slot % PAGE  # of the keys; the values are PAGE rows on
-        offsets = tl.arange(0, BLOCK)
-        inside = offsets < ROW
-        head, element = offsets // HEAD_SIZE, offsets % HEAD_SIZE
-        keys = tl.load(key + token * key_token_stride + head * key_head_stride + element, mask=inside)
-        values = tl.load(value + token * value_token_stride + head * value_head_stride + element, mask=inside)
-        target = kv_cache + row * ROW + offsets
-        tl.store(target, keys, mask=inside)
-        tl.store(target + PAGE * ROW, values, mask=inside)
 
 
 @triton.jit
@@ -177,7 +147,7 @@ def _attend_keys(
     return accumulator, higher, total
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences", "num_tiles", "num_splits", "least_queries"])
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "last_tile", "num_splits", "least_queries"])
 def attention_kernel(
     query,
     kv_cache,
@@ -192,7 +162,7 @@ def attention_kernel(
     query_head_stride,
     table_stride,
     num_sequences,
-    num_tiles,
+    last_tile,
     num_splits,
     least_queries,
     scale,
@@ -218,7 +188,7 @@ def attention_kernel(
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # The last tiles of a prefill read the most keys: they start first.
-    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+    tile = last_tile - tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
     sequence, start, num_queries, first = _find_queries(
         tile, query_start_loc, num_sequences, least_queries, BLOCK_Q, TILE_IS_SEQUENCE
@@ -315,7 +285,7 @@ def attention_kernel(
         tl.store(out + row[:, None] * HEAD_SIZE + elements[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tiles", "num_splits", "least_queries"])
+@triton.jit(do_not_specialize=["num_sequences", "last_tile", "num_splits", "least_queries"])
 def join_kernel(
     partial_out,
     partial_sums,
@@ -323,7 +293,7 @@ def join_kernel(
     sinks,
     query_start_loc,
     num_sequences,
-    num_tiles,
+    last_tile,
     num_splits,
     least_queries,
     NUM_KV_HEADS: tl.constexpr,
@@ -337,7 +307,7 @@ def join_kernel(
 ):
     """One program a tile, KV head and row: joins the parts that the splits left."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+    tile = last_tile - tl.program_id(0) // NUM_KV_HEADS
     row = tl.program_id(1)
     _, start, num_queries, first = _find_queries(
         tile, query_start_loc, num_sequences, least_queries, BLOCK_Q, TILE_IS_SEQUENCE

@@ -1,40 +1,35 @@
-"""How the Triton attention kernel is launched: tile shapes, and into how many splits the keys of a tile are cut.
+"""How the Triton attention kernel is launched: for which tiles, and into how many splits the keys of a tile are cut.
 
-Everything here is computed from host numbers that are upper bounds, never from what tensors hold, so that a launch that
-was captured in a CUDA graph is right for every later content of the tensors.
+Everything here is computed from host numbers, never from what tensors hold: numbers of queries, which are exact, and
+lengths of contexts, which may be upper bounds, so that a launch that was captured in a CUDA graph is right for every
+later content of the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 from kvcore.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
-
-PROGRAMS_PER_PROCESSOR = 2
-"""Decode programs per multiprocessor to aim for: two are enough, as ``tests/gpu/tune.py`` measured on an H200."""
+from runner.attention.triton_shapes import (
+    PROGRAMS_PER_PROCESSOR,
+    Card,
+    TileShape,
+    decode_block_m,
+    decode_shape,
+    fitted,
+    prefill_shape,
+)
 
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, joining the parts costs more than walking on."""
 
 MAX_SPLITS = 128
 
-
-@dataclass(frozen=True)
-class TileShape:
-    """What a program of the attention kernel works on at a time, and how it is compiled.
-
-    Args:
-        block_m: Rows of a tile, queries times query heads of a KV head; a power of two from 16.
-        block_n: Keys a step; a power of two from 16.
-        num_warps: Warps a program.
-        num_stages: Steps whose loads are in flight.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+MAX_SCRATCH = 64 << 20
+"""Bytes for the parts that the splits of a launch leave, at most."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,7 @@ class Launch:
     Args:
         shape: Tile shape.
         num_tiles: Tiles of queries, an upper bound.
+        first_tile: Number of the first one.
         num_splits: Programs that share the keys of a tile; 1: no second kernel.
         tile_is_sequence: Tile i is sequence i, if its queries fit in one tile; otherwise tiles are packed by
             ``query_start_loc``.
@@ -53,61 +49,11 @@ class Launch:
 
     shape: TileShape
     num_tiles: int
+    first_tile: int = 0
     num_splits: int = 1
     tile_is_sequence: bool = False
     least_queries: int = 1
     most_queries: int = 1
-
-
-def padded_head_size(head_size: int) -> int:
-    """Elements that a head takes in a tile: a power of two from 16."""
-    return max(16, power_of_two_from(head_size))
-
-
-def power_of_two_from(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
-    return 1 << (number - 1).bit_length()
-
-
-def decode_block_m(group_size: int) -> int:
-    """Rows of a tile for sequences with few queries: what the tensor cores take at least."""
-    return max(16, power_of_two_from(group_size))
-
-
-def decode_shape(group_size: int, head_size: int, element_size: int, programs_per_processor: float) -> TileShape:
-    """Tile shape for sequences with few queries: the loads are all that counts.
-
-    Args:
-        group_size: G, query heads per KV head.
-        head_size: D.
-        element_size: Bytes of an element of the cache.
-        programs_per_processor: Programs of the launch for each multiprocessor.
-    """
-    if element_size > 2:  # no tensor cores: more would not fit in registers
-        return TileShape(decode_block_m(group_size), 16, num_warps=4, num_stages=3)
-    # 16 KiB of keys and as much of values a step. Few programs have more steps in flight; of many, more have to be on a
-    # multiprocessor at a time.
-    block_n = min(max(16384 // (padded_head_size(head_size) * element_size), 16), 128)
-    num_stages = 4 if programs_per_processor <= PROGRAMS_PER_PROCESSOR else 2
-    return TileShape(decode_block_m(group_size), block_n, num_warps=4, num_stages=num_stages)
-
-
-def prefill_shape(group_size: int, head_size: int, element_size: int, most_queries: int) -> TileShape:
-    """Tile shape for sequences with many queries: the tensor cores are all that counts.
-
-    Args:
-        group_size: G, query heads per KV head.
-        head_size: D.
-        element_size: Bytes of an element of the cache.
-        most_queries: Queries of the longest sequence.
-    """
-    if element_size > 2:
-        return TileShape(decode_block_m(group_size), 16, num_warps=4, num_stages=2)
-    block_m = 64 if most_queries * group_size <= 64 else 128
-    block_m = max(block_m, power_of_two_from(group_size))
-    return TileShape(
-        block_m, 64 if padded_head_size(head_size) <= 128 else 32, num_warps=4 if block_m == 64 else 8, num_stages=3
-    )
 
 
 def most_visible_keys(spec: KVCacheSpec, context_len: int, num_queries: int) -> int:
@@ -131,6 +77,17 @@ def num_splits(num_programs: int, keys: int, num_processors: int) -> int:
     return max(1, min(wanted, cdiv(keys, MIN_SPLIT_KEYS), MAX_SPLITS))
 
 
+def scratch_bytes(num_programs: int, block_m: int, head_size: int) -> int:
+    """What one split of each program leaves for the second kernel: outputs and sums in float32.
+
+    Args:
+        num_programs: Tiles times KV heads.
+        block_m: Rows of a tile.
+        head_size: D.
+    """
+    return num_programs * block_m * (head_size + 1) * 4
+
+
 def plan_launches(
     spec: KVCacheSpec,
     query_lens: Sequence[int],
@@ -138,7 +95,7 @@ def plan_launches(
     *,
     group_size: int,
     element_size: int,
-    num_processors: int,
+    card: Card,
 ) -> list[Launch]:
     """One launch for the sequences with few queries and one for those with many, each only if there are any.
 
@@ -148,38 +105,75 @@ def plan_launches(
         context_lens: Tokens of each sequence after the step, or upper bounds.
         group_size: G, query heads per KV head.
         element_size: Bytes of an element of the cache.
-        num_processors: Multiprocessors of the device.
+        card: The device.
     """
     few = decode_block_m(group_size) // group_size  # queries that fit in one small tile
-    most, launches = max(query_lens), []
+    of: dict[str, Any] = {"group_size": group_size, "element_size": element_size, "card": card}
+    launches = []
     if min(query_lens) <= few:
-        fewest_most = max(n for n in query_lens if n <= few)
-        keys = most_visible_keys(spec, max(context_lens), fewest_most)
-        tiles = len(query_lens)
-        programs = tiles * spec.num_kv_heads
-        splits = num_splits(programs, keys, num_processors)
-        launches.append(
-            Launch(
-                decode_shape(group_size, spec.head_size, element_size, programs * splits / num_processors),
-                num_tiles=tiles,
-                num_splits=splits,
-                tile_is_sequence=True,
-                most_queries=fewest_most,
-            )
-        )
-    if most > few:
-        shape = prefill_shape(group_size, spec.head_size, element_size, most)
-        queries = shape.block_m // group_size
-        tiles = sum(query_lens) // queries + len(query_lens)
-        busy = sum(cdiv(n, queries) for n in query_lens if n > few)
-        keys = most_visible_keys(spec, max(context_lens), queries)
-        launches.append(
-            Launch(
-                shape,
-                num_tiles=tiles,
-                num_splits=num_splits(busy * spec.num_kv_heads * PROGRAMS_PER_PROCESSOR, keys, num_processors),
-                least_queries=few + 1,
-                most_queries=most,
-            )
-        )
+        launches.append(_decode_launch(spec, query_lens, context_lens, few=few, **of))
+    if max(query_lens) > few:
+        launches.append(_prefill_launch(spec, query_lens, context_lens, few=few, **of))
     return launches
+
+
+def _decode_launch(
+    spec: KVCacheSpec,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    few: int,
+    group_size: int,
+    element_size: int,
+    card: Card,
+) -> Launch:
+    """For sequences with up to ``few`` queries; each sequence has a tile, served or not."""
+    most = max(n for n in query_lens if n <= few)
+    context = max(context for n, context in zip(query_lens, context_lens, strict=True) if n <= few)
+    tiles = len(query_lens)
+    programs = tiles * spec.num_kv_heads
+    splits = num_splits(programs, most_visible_keys(spec, context, most), card.num_processors)
+    shape = decode_shape(group_size, spec.head_size, element_size, programs * splits / card.num_processors)
+    return Launch(
+        fitted(shape, spec.head_size, element_size, card),
+        num_tiles=tiles,
+        num_splits=splits,
+        tile_is_sequence=True,
+        most_queries=most,
+    )
+
+
+def _prefill_launch(
+    spec: KVCacheSpec,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    few: int,
+    group_size: int,
+    element_size: int,
+    card: Card,
+) -> Launch:
+    """For sequences with more than ``few`` queries: the tiles from the first of them to the last.
+
+    Sequences with few queries between them have tiles too, and a part of the scratch. Mostly they come before.
+    """
+    shape = prefill_shape(group_size, spec.head_size, element_size, max(query_lens))
+    queries = shape.block_m // group_size
+    starts = list(accumulate(query_lens, initial=0))
+    served = [i for i, n in enumerate(query_lens) if n > few]
+    # Tiles have numbers: see _find_sequence in triton_kernels.
+    first_tile = starts[served[0]] // queries + served[0]
+    last = served[-1]
+    tiles = starts[last] // queries + last + cdiv(query_lens[last], queries) - first_tile
+    busy = sum(cdiv(query_lens[i], queries) for i in served)
+    keys = most_visible_keys(spec, max(context_lens[i] for i in served), queries)
+    splits = num_splits(busy * spec.num_kv_heads * PROGRAMS_PER_PROCESSOR, keys, card.num_processors)
+    affordable = MAX_SCRATCH // scratch_bytes(tiles * spec.num_kv_heads, shape.block_m, spec.head_size)
+    return Launch(
+        fitted(shape, spec.head_size, element_size, card),
+        num_tiles=tiles,
+        first_tile=first_tile,
+        num_splits=max(1, min(splits, affordable)),
+        least_queries=few + 1,
+        most_queries=max(query_lens),
+    )

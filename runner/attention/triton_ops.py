@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton.language as tl
 
-from runner.attention.triton_kernels import INTERPRETED, attention_kernel, join_kernel, store_kernel
-from runner.attention.triton_launch import MIN_SPLIT_KEYS, Launch, padded_head_size, power_of_two_from
+from runner.attention.triton_kernels import INTERPRETED, LOG2_E, attention_kernel, join_kernel
+from runner.attention.triton_launch import MIN_SPLIT_KEYS, Launch
+from runner.attention.triton_shapes import padded_head_size, power_of_two_from
+from runner.attention.triton_store_kernel import store_kernel
 
 TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-LOG2_E = math.log2(math.e)
 
 
 def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -80,6 +79,8 @@ def paged_attention(
     page, num_kv_heads = kv_cache.shape[2:4]
     shape, splits = launch.shape, launch.num_splits
     programs = launch.num_tiles * num_kv_heads
+    last_tile = launch.first_tile + launch.num_tiles - 1
+    to_powers_of_two = scale * LOG2_E.value if softcap is None else 2 * scale * LOG2_E.value / softcap
     group = num_query_heads // num_kv_heads
     partial_out = partial_sums = None
     if splits > 1:
@@ -101,11 +102,11 @@ def paged_attention(
         query.stride(1),
         block_table.stride(0),
         seq_lens.shape[0],
-        launch.num_tiles,
+        last_tile,
         splits,
         launch.least_queries,
-        scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap,
-        0.0 if softcap is None else softcap * LOG2_E,
+        to_powers_of_two,
+        0.0 if softcap is None else softcap * LOG2_E.value,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -135,7 +136,7 @@ def paged_attention(
             sinks,
             query_start_loc,
             seq_lens.shape[0],
-            launch.num_tiles,
+            last_tile,
             splits,
             launch.least_queries,
             NUM_KV_HEADS=num_kv_heads,

@@ -33,7 +33,9 @@ import triton
 
 from kvcore.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
 from runner.attention import triton_ops
-from runner.attention.triton_launch import Launch, TileShape, decode_block_m, plan_launches, power_of_two_from
+from runner.attention.triton_backend import card_of
+from runner.attention.triton_launch import Launch, plan_launches
+from runner.attention.triton_shapes import TileShape, decode_block_m, power_of_two_from
 from tests.gpu.timing import copy_bandwidth
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -237,14 +239,13 @@ def launches_of_prefill(step: Step, shapes: Iterable[tuple[int, int, int, int]])
 
 
 def default_launch(step: Step) -> Launch:
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if ON_GPU else 1
     (launch,) = plan_launches(
         step.spec,
         [step.num_queries] * step.batch,
         [step.context] * step.batch,
         group_size=step.group_size,
         element_size=step.cache.element_size(),
-        num_processors=processors,
+        card=card_of(step.cache.device),
     )
     return launch
 

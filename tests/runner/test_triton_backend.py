@@ -21,7 +21,7 @@ from kvcore.spec import KVCacheSpec
 from runner import Engine, EngineConfig, SamplingParams
 from runner.attention import triton_kernels
 from runner.attention.base import AttentionLayer
-from runner.attention.triton_backend import TritonBackend
+from runner.attention.triton_backend import INTERPRETER, TritonBackend
 from runner.attention.triton_launch import plan_launches
 from runner.errors import UnsupportedModelError
 from tests.runner.paged_reference import RandomStep, random_step
@@ -72,7 +72,7 @@ def test_a_captured_step_is_right_for_all_lengths_up_to_its_bound(kind: str, far
     backend = TritonBackend()
     output = forward(step, backend=backend)
     (launch,) = plan_launches(
-        whole.batch.groups[0].spec, [1] * 6, [bound] * 6, group_size=2, element_size=4, num_processors=1
+        whole.batch.groups[0].spec, [1] * 6, [bound] * 6, group_size=2, element_size=4, card=INTERPRETER
     )
     assert launch.num_tiles == 6
     kept = [0, 2, 3, 4]
@@ -124,7 +124,8 @@ def layer(spec: KVCacheSpec) -> AttentionLayer:
         (
             spec_of(block_size=48),
             torch.float16,
-            "pages of a power of two from 16 tokens; got block_size=48. Choose 16,",
+            "this layer's have 48, 3 times the block_size=16 of layers that store more bytes per token, and would with "
+            "any block_size. Use attention_backend='torch'",
         ),
         (
             spec_of(block_size=8),
@@ -149,6 +150,13 @@ def test_what_cannot_work_is_refused_with_the_layer_and_the_remedy(
     with pytest.raises(UnsupportedModelError, match=r"^layer model\.layers\.3: the triton backend ") as caught:
         TritonBackend().check([layer(spec_of()), layer(spec)], device=torch.device(DEVICE), dtype=dtype)
     assert words in str(caught.value)
+
+
+def test_pages_that_were_chosen_badly_are_refused_with_other_sizes() -> None:
+    """All layers alike: it is the choice that is wrong, and not that their sizes differ."""
+    layers = [layer(spec_of(block_size=48)), layer(spec_of(block_size=96))]
+    with pytest.raises(UnsupportedModelError, match=r"got block_size=48\. Choose 16, 32, 64\.\.\., or use attention_b"):
+        TritonBackend().check(layers, device=torch.device(DEVICE), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("head_size", [8, 16, 72, 80, 256])

@@ -16,8 +16,9 @@ if not torch.cuda.is_available():
 from kvcore.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from runner.attention.triton_backend import reach
 from runner.attention.triton_kernels import INTERPRETED
-from runner.attention.triton_launch import Launch, TileShape, decode_block_m
+from runner.attention.triton_launch import Launch
 from runner.attention.triton_ops import paged_attention, store_kv
+from runner.attention.triton_shapes import TileShape, decode_block_m
 from tests.runner.paged_reference import RandomStep, random_step, reference_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
