@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from runner.attention.flash_backend import FlashAttentionBackend
+
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
 
@@ -352,3 +354,9 @@ def flash_attn_4(capability: tuple[int, int] = (9, 0)) -> Any:
 
 STAND_INS = {2: flash_attn_2, 3: flash_attn_3, 4: flash_attn_4}
 """By major number."""
+
+
+def backend_of(version: int, capability: tuple[int, int] = (9, 0)) -> FlashAttentionBackend:
+    """The backend on the stand-in for a version."""
+    module = flash_attn_4(capability) if version == 4 else STAND_INS[version]()
+    return FlashAttentionBackend(module, capability=capability, device_type="cpu")
