@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Whoever imports this is about Triton.
+pytest.importorskip("triton", reason="Triton is not installed; it has wheels for Linux only")
 
 from kvcore.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from runner.attention.triton_backend import reach
