@@ -139,6 +139,15 @@ class StepInputs:
         captured: bool = False,
     ) -> Batch:
         staging, num_tokens, num_rows = self._staging, len(tokens), len(rows)
+        lengths = np.array(query_lens)  # [B]
+        starts = np.concatenate(([0], lengths.cumsum()))  # [B + 1]
+        first_positions = np.array(context_lens) - lengths  # [B]
+        positions = np.arange(num_tokens) + np.repeat(first_positions - starts[:-1], lengths)  # [T]
+        is_token = positions >= 0  # padding has a length of 0, and with its one token begins before it
+        row_of_token = np.repeat(rows, lengths)[is_token]
+        # What can be refused is refused here, before the rows that changed are taken note of.
+        slots = [table.host.slot_mapping(row_of_token, positions[is_token]) for table in self.tables]
+
         changed = [(table, some) for table in self.tables if (some := table.take_changed_rows())]
         if sum(table.update_bytes(some) for table, some in changed) > self._update_bytes:
             self._send_ahead(changed)
@@ -151,24 +160,17 @@ class StepInputs:
         row_index = staging.section((num_rows,), int64)
         query_start_loc = staging.section((num_rows + 1,), int32)
         seq_lens = staging.section((num_rows,), int32)
-        slots = [staging.section((num_tokens,), int64) for _ in self.tables]
+        slot_mappings = [staging.section((num_tokens,), int64) for _ in self.tables]
         logits_indices = staging.section((sum(samples),), int64)
-
-        lengths = np.array(query_lens)  # [B]
-        starts = np.concatenate(([0], lengths.cumsum()))  # [B + 1]
-        first_positions = np.array(context_lens) - lengths  # [B]
-        positions = np.arange(num_tokens) + np.repeat(first_positions - starts[:-1], lengths)  # [T]
-        is_token = positions >= 0  # padding has a length of 0, and with its one token begins before it
         input_ids.host[0] = tokens
         position_ids.host[0] = np.maximum(positions, 0)
         row_index.host[:] = rows
         query_start_loc.host[:] = starts
         seq_lens.host[:] = context_lens
         logits_indices.host[:] = starts[1:][samples] - 1
-        row_of_token = np.repeat(rows, lengths)  # [T]
-        for table, slot_mapping in zip(self.tables, slots, strict=True):
+        for slot_mapping, known in zip(slot_mappings, slots, strict=True):
             slot_mapping.host[:] = -1
-            slot_mapping.host[is_token] = table.host.slot_mapping(row_of_token[is_token], positions[is_token])
+            slot_mapping.host[is_token] = known
         updates = [table.stage(some, staging) for table, some in changed]
         staging.send()
         for update in updates:
@@ -190,7 +192,7 @@ class StepInputs:
                 width=columns,
                 device=self.device,
             )
-            for spec, slot_mapping, table, columns in zip(self._specs, slots, self.tables, width, strict=True)
+            for spec, slot_mapping, table, columns in zip(self._specs, slot_mappings, self.tables, width, strict=True)
         ]
         return Batch(input_ids.device, position_ids.device, logits_indices.device, tuple(groups))
 

@@ -153,6 +153,17 @@ def test_rows_that_did_not_change_are_not_sent() -> None:
     assert set(full.block_table[1].tolist()) == set(window.block_table[1].tolist()) == {-7}
 
 
+def test_what_changed_before_a_step_that_was_refused_is_still_sent() -> None:
+    inputs, book = inputs_for(), Book(7)
+    good, bad = book.step("a", 9), SequenceSlice("b", [1, 2], 3, blocks_of([900], [901]), samples=True)
+    with pytest.raises(CountError, match="no block for position 4"):
+        inputs.lay_out([good, bad])
+    inputs.forget(["b"])
+    again = [book.step("a", 1)]
+    assert again[0].new_blocks is None
+    book.check(inputs.lay_out(again), again)
+
+
 def test_a_padded_step_lies_where_the_first_of_its_size_lay_and_its_padding_is_nothing() -> None:
     inputs, book = inputs_for(), Book(5)
     empty = inputs.lay_out_padded([], 4)
