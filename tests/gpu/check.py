@@ -29,6 +29,9 @@ from tests.gpu.processes import Worker, run_part
 from tests.gpu.work import Record, Settings
 
 PAGE = ROOT / "docs" / "gpu.md"
+KEPT = ROOT / "docs" / "assets" / "gpu" / "check.json"
+"""What the page was made from."""
+
 OUT = ROOT / "artifacts" / "gpu" / "check.json"
 BACKENDS = "triton,flash,torch"
 GRACE = 10.0
@@ -72,7 +75,7 @@ def main() -> None:
             os.environ["TRITON_INTERPRET"] = "1"
         else:
             os.environ.pop("TRITON_INTERPRET", None)
-        settings = Settings(args.device, tuple(args.backend.split(",")), args.tiny)
+        settings = Settings(args.device, args.backend, args.tiny)
         results = check(settings, minutes=args.minutes, only=args.only, path=args.json)
     text = report.section(results)
     print(f"\n{text}", flush=True)
@@ -81,6 +84,7 @@ def main() -> None:
         args.markdown.write_text(text, "utf-8")
     if args.update_docs:
         update_section("gpu", text, PAGE)
+        write_json(KEPT, results)
     sys.exit(1 if report.wrong(results) else 0)
 
 
@@ -143,21 +147,43 @@ def line(part: str, record: Record) -> str:
     return text + (f"\n{record['traceback']}" if "traceback" in record else "")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """Names with commas between them, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, such as {BACKENDS}, got {text!r}")
+    return names
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="default: %(default)s")
-    parser.add_argument("--backend", default=BACKENDS, help="names, with commas between them (default: %(default)s)")
+    parser.add_argument(
+        "--backend", type=_names, default=BACKENDS, help="names, with commas between them (default: %(default)s)"
+    )
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that everything runs, as on a CPU")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--minutes", type=positive, default=8.0, help="for everything (default: %(default)s)")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="parts to run (default: all)")
     parser.add_argument("--json", type=Path, default=OUT, metavar="PATH", help="where results go")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="where the report goes, besides standard output")
     parser.add_argument("--from-json", dest="source", type=Path, metavar="PATH", help="report results measured before")
-    parser.add_argument("--update-docs", action="store_true", help="put the report into docs/gpu.md")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="put the report into docs/gpu.md, and keep the results"
+    )
     args = parser.parse_args()
     if args.device == "cpu" and not args.tiny and not args.source:
         parser.error("on a CPU only --tiny ends in reasonable time")
+    if args.source and not args.source.is_file():
+        parser.error(f"--from-json: there is no file {str(args.source)!r}")
     return args
 
 

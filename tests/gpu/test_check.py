@@ -51,6 +51,29 @@ def results(out: Path) -> dict[str, Any]:
     return json.loads((out / "check.json").read_text("utf-8"))
 
 
+def test_the_page_shows_the_results_that_are_kept_with_it() -> None:
+    results = json.loads(check.KEPT.read_text("utf-8"))
+    assert report.section(results).strip() in check.PAGE.read_text("utf-8")
+    assert not report.wrong(results)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--from-json=/nowhere/check.json"], "there is no file '/nowhere/check.json'"),
+        (["--minutes=0"], "expected a number above 0, got '0'"),
+        (["--minutes=nan"], "expected a number above 0, got 'nan'"),
+        (["--backend=,"], "expected names with commas between them"),
+        (["--device=cpu"], "on a CPU only --tiny"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_in_a_line(options: list[str], message: str) -> None:
+    done = run(*options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_every_part_runs_every_backend_and_none_is_wrong(results: dict[str, Any]) -> None:
     assert list(results["parts"]) == [part.name for part in check.PARTS]

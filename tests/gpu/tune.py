@@ -32,6 +32,7 @@ from runner.attention import triton_ops
 from runner.attention.triton_backend import card_of
 from runner.attention.triton_launch import Launch, plan_launches
 from runner.attention.triton_shapes import TileShape, decode_block_m, power_of_two_from
+from tests.gpu.check import positive
 from tests.gpu.timing import copy_bandwidth
 
 SHAPES_OF_DECODE = [  # block_n, warps, stages
@@ -277,11 +278,13 @@ def tune(sizes: Sizes, pool: Executor, *, minutes: float, path: Path | None, tho
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.tune", description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write all results")
-    parser.add_argument("--minutes", type=float, default=2.5, help="start nothing new after so many")
+    parser.add_argument("--minutes", type=positive, default=2.5, help="start nothing new after so many")
     parser.add_argument("--tiny", action="store_true", help="small sizes and few shapes: does every line run?")
     options = parser.parse_args(arguments)
     if not ON_GPU and not options.tiny:
         parser.error("no CUDA device: only --tiny can run here")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # a capture collects garbage first
     # Spawned: a process that uses CUDA cannot fork. In the interpreter there is nothing to compile.
     workers = max(1, (os.cpu_count() or 2) - 2) if ON_GPU else 1

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import torch
 
+# First: where there is no GPU, it makes Triton interpret, which has to be said before anything imports Triton.
+from tests.runner import triton_steps  # noqa: F401
+
+# isort: split
 from kvcore.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from runner.attention import AttentionBackend, AttentionLayer, TorchBackend
 from runner.attention.flash_backend import FlashAttentionBackend
 from runner.errors import UnsupportedModelError
-from tests.runner import triton_steps  # noqa: F401  first: it makes Triton work where there is no GPU
 from tests.runner.flash_stand_ins import STAND_INS, flash_attn_4
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
@@ -128,10 +131,13 @@ def feature_table() -> str:
 
 
 def main() -> None:
-    """Write the table into the page."""
+    """Write the table into the page, if it says something else."""
     text = PAGE.read_text("utf-8")
     between = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?=\n{re.escape(END)})", re.DOTALL)
-    PAGE.write_text(between.sub(f"\n{feature_table()}\n", text), "utf-8")
+    new = between.sub(f"\n{feature_table()}\n", text)
+    if new != text:
+        PAGE.write_text(new, "utf-8")
+    print(f"docs/{PAGE.name} {'is new' if new != text else 'stands as it was'}")
 
 
 if __name__ == "__main__":

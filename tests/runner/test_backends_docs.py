@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,3 +68,13 @@ def test_the_figures_about_prefix_hits_are_what_the_manager_finds() -> None:
     result = doctest.DocTestRunner().run(test, out=report.append)
     assert result.attempted > 0
     assert result.failed == 0, "\n" + "".join(report)
+
+
+def test_the_command_that_the_page_names_finds_the_table_as_it_stands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runner.backend_features"],
+        cwd=PAGE.parents[1], capture_output=True, text=True, check=False,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "docs/backends.md stands as it was\n"
