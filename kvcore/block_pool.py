@@ -6,7 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, repeat
-from typing import cast
+from typing import Any, cast
 
 from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
 from kvcore.contents import TokenSpan
@@ -309,11 +309,11 @@ class BlockPool:
         Raises:
             ForeignBlockError: An id is not of this pool; nothing was evicted.
         """
-        block_ids = list(block_ids)
-        for block_id in block_ids:
+        ids: list[Any] = list(block_ids)  # compiled code would refuse other types without a word on what is right
+        for block_id in ids:
             if not isinstance(block_id, int) or not 0 <= block_id < len(self.blocks):
                 raise ForeignBlockError(f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {block_id!r}")
-        blocks = [self.blocks[block_id] for block_id in dict.fromkeys(block_ids)]
+        blocks = [self.blocks[block_id] for block_id in dict.fromkeys(ids)]
         dead = [block for block in blocks if not block.ref_cnt and block.prefix_hash is not None]
         self._unregister(blocks)
         self._bury(dead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcore.errors import QueueError
 
@@ -63,8 +63,8 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """A doubly linked list threaded through the blocks themselves: no object is made to move one.
 
-    The head is overwritten first. Sentinels at both ends spare the loops every test for an empty side. The ``_n``
-    methods trust their caller, for speed; the single-block ones check.
+    The head is overwritten first. Sentinels at both ends spare the loops every test for an empty side: the neighbours
+    of what is queued are never None. The ``_n`` methods trust their caller, for speed; the single-block ones check.
 
     Args:
         blocks: The first content, head first.
@@ -105,11 +105,11 @@ class FreeKVCacheBlockQueue:
         """
         if not 0 <= n <= self.num_free_blocks:
             raise QueueError(f"cannot take {n} blocks from a queue of {self.num_free_blocks}")
-        taken: list[Any] = []
-        block: Any = self._head.next_free_block
+        taken = []
+        block: KVCacheBlock = self._head.next_free_block  # type: ignore[assignment]
         for _ in range(n):
             taken.append(block)
-            following = block.next_free_block
+            following: KVCacheBlock = block.next_free_block  # type: ignore[assignment]
             block.prev_free_block = block.next_free_block = None
             block = following
         self._head.next_free_block = block
@@ -130,21 +130,21 @@ class FreeKVCacheBlockQueue:
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Puts blocks at the tail, in the given order. O(n)."""
         tail = self._tail
-        last = tail.prev_free_block
+        last: KVCacheBlock = tail.prev_free_block  # type: ignore[assignment]
         count = 0
         for block in blocks:
             block.prev_free_block = last
-            last.next_free_block = block  # type: ignore[union-attr]
+            last.next_free_block = block
             last = block
             count += 1
-        last.next_free_block = tail  # type: ignore[union-attr]
+        last.next_free_block = tail
         tail.prev_free_block = last
         self.num_free_blocks += count
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Puts blocks at the head: the first of them becomes the head. O(n)."""
         last = self._head
-        first_before = last.next_free_block
+        first_before: KVCacheBlock = last.next_free_block  # type: ignore[assignment]
         count = 0
         for block in blocks:
             block.prev_free_block = last
@@ -152,7 +152,7 @@ class FreeKVCacheBlockQueue:
             last = block
             count += 1
         last.next_free_block = first_before
-        first_before.prev_free_block = last  # type: ignore[union-attr]
+        first_before.prev_free_block = last
         self.num_free_blocks += count
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -168,9 +168,10 @@ class FreeKVCacheBlockQueue:
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes blocks out, wherever they stand. O(n)."""
         for block in blocks:
-            before, after = block.prev_free_block, block.next_free_block
-            before.next_free_block = after  # type: ignore[union-attr]
-            after.prev_free_block = before  # type: ignore[union-attr]
+            before: KVCacheBlock = block.prev_free_block  # type: ignore[assignment]
+            after: KVCacheBlock = block.next_free_block  # type: ignore[assignment]
+            before.next_free_block = after
+            after.prev_free_block = before
             block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= len(blocks)
 

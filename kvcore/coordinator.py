@@ -12,9 +12,9 @@ from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import ConfigError
 from kvcore.eviction import PolicyChoice
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.single_type import FullAttentionManager, make_single_type_manager
-from kvcore.spec import FullAttentionSpec, KVCacheConfig, cdiv, require_positive
+from kvcore.spec import FullAttentionSpec, KVCacheConfig, cdiv
 
 GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 """Blocks for each KV cache group."""
@@ -55,7 +55,6 @@ class KVCacheCoordinator(ABC):
         block_sizes = [spec.block_size for spec in specs]
         if hash_block_size is None:
             hash_block_size = math.gcd(*block_sizes)
-        require_positive(hash_block_size=hash_block_size)
         if any(size % hash_block_size for size in block_sizes):
             raise ConfigError(
                 f"hash_block_size must divide the block size of every group ({', '.join(map(str, block_sizes))}), "
@@ -115,7 +114,7 @@ class KVCacheCoordinator(ABC):
             return True
         return self.get_num_blocks_to_admit(num_tokens, hit_blocks, total_computed_tokens, cap=cap) <= num_free_blocks
 
-    def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
+    def get_num_blocks_to_grow(self, request_id: RequestId, num_tokens: int, *, cap: bool = False) -> int:
         """Free blocks that a running request takes, over all groups."""
         return sum(
             [manager.get_num_blocks_to_grow(request_id, num_tokens, cap=cap) for manager in self.single_type_managers]
@@ -142,11 +141,11 @@ class KVCacheCoordinator(ABC):
         if num_external_computed_tokens:
             self.append_new_blocks(request_id, self.num_new_blocks(request_id, total_computed_tokens))
 
-    def num_new_blocks(self, request_id: str, num_tokens: int) -> list[int]:
+    def num_new_blocks(self, request_id: RequestId, num_tokens: int) -> list[int]:
         """For each group, the blocks that the request's table lacks to hold ``num_tokens`` tokens. O(groups)."""
         return [manager.num_new_blocks(request_id, num_tokens) for manager in self.single_type_managers]
 
-    def append_new_blocks(self, request_id: str, num_new_blocks: Sequence[int]) -> GroupBlocks:
+    def append_new_blocks(self, request_id: RequestId, num_new_blocks: Sequence[int]) -> GroupBlocks:
         """Grows the tables by so many blocks in each group; the new blocks for each group. O(groups + new blocks).
 
         Taken from the pool in one call: the same blocks, in the same order, as in one call a group.
@@ -171,33 +170,33 @@ class KVCacheCoordinator(ABC):
         if self._serve is not None:
             self._serve(request, self.get_blocks(request.request_id))
 
-    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+    def remove_skipped_blocks(self, request_id: RequestId, num_computed_tokens: int) -> None:
         """Frees what no later token reads."""
         for manager in self.single_type_managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: RequestId) -> None:
         """Closes the tables and frees their blocks."""
         for manager in self.single_type_managers:
             manager.free(request_id)
 
     # -- how far a request can go ---------------------------------------------------------------------------------
 
-    def num_slots(self, request_id: str) -> int:
+    def num_slots(self, request_id: RequestId) -> int:
         """Tokens that the request's tables hold, in every group. O(groups)."""
         return min([manager.num_slots(request_id) for manager in self.single_type_managers])
 
-    def next_register_at(self, request_id: str) -> int:
+    def next_register_at(self, request_id: RequestId) -> int:
         """Number of tokens from which on the request has a block to register. O(groups)."""
         return min([manager.next_register_at(request_id) for manager in self.single_type_managers])
 
-    def next_skip_at(self, request_id: str) -> int:
+    def next_skip_at(self, request_id: RequestId) -> int:
         """Number of computed tokens from which on the request has a block to give back. O(groups)."""
         return min([manager.next_skip_at(request_id) for manager in self.single_type_managers])
 
     # -- looking --------------------------------------------------------------------------------------------------
 
-    def get_blocks(self, request_id: str) -> GroupBlocks:
+    def get_blocks(self, request_id: RequestId) -> GroupBlocks:
         """The block tables themselves: they change as the request runs."""
         return tuple([manager.req_to_blocks[request_id] for manager in self.single_type_managers])
 

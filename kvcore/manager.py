@@ -22,7 +22,7 @@ from kvcore.eviction import PolicyChoice, policy_name
 from kvcore.growth import Growth, Holder
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager_log import ManagerLog
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.residency import Residency
 from kvcore.snapshot import Snapshot
 from kvcore.snapshot_take import take_snapshot
@@ -97,8 +97,9 @@ class KVCacheManager:
         record_tokens: bool = False,
     ) -> None:
         require_positive(max_model_len=max_model_len)
-        if max_in_flight_tokens is not None:
-            require_positive(max_in_flight_tokens=max_in_flight_tokens)
+        for name, size in (("max_in_flight_tokens", max_in_flight_tokens), ("hash_block_size", hash_block_size)):
+            if size is not None:
+                require_positive(**{name: size})
         for name, share in (("watermark", watermark), ("pin_limit", pin_limit)):
             if not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
                 raise ConfigError(f"{name} is a share of the pool, from 0 to below 1, got {share!r}")
@@ -119,7 +120,7 @@ class KVCacheManager:
         self.block_pool = self.coordinator.block_pool
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kv_cache_config.kv_cache_groups))
-        self._holders: dict[str, Holder] = {}
+        self._holders: dict[RequestId, Holder] = {}
         self.residency = Residency(self.coordinator, max_model_len, int(pin_limit * kv_cache_config.num_blocks))
         self._stats = PrefixCacheStats()
         self._found: _Found | None = None  # the last lookup's answer, until a request is admitted
@@ -443,7 +444,7 @@ class KVCacheManager:
 
     # -- looking --------------------------------------------------------------------------------------------------
 
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+    def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
         """The block tables of a request, as they are now. O(blocks).
 
         Raises:
@@ -452,7 +453,7 @@ class KVCacheManager:
         self._holder(request_id)
         return KVCacheBlocks(tuple(map(tuple, self.coordinator.get_blocks(request_id))))
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+    def get_block_ids(self, request_id: RequestId) -> tuple[list[int], ...]:
         """The block ids of a request for each group, 0 for positions a window has left. O(blocks).
 
         Raises:
@@ -461,7 +462,7 @@ class KVCacheManager:
         self._holder(request_id)
         return KVCacheBlocks(self.coordinator.get_blocks(request_id)).get_block_ids()
 
-    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
+    def get_num_common_prefix_blocks(self, request_id: RequestId) -> list[int]:
         """For each group, the leading blocks of a request that all requests holding blocks share. O(common blocks).
 
         0 for windows: their heads become null at different times.
@@ -503,7 +504,7 @@ class KVCacheManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _holder(self, request_id: str) -> Holder:
+    def _holder(self, request_id: RequestId) -> Holder:
         holder = self._holders.get(request_id)
         if holder is None:
             raise UnknownRequestError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 from kvcore.contents import PrefixContents
 from kvcore.errors import CountError
 from kvcore.extra_keys import ExtraKeys, LoRAAdapter, MultiModalItem
 from kvcore.hashing import MAX_TOKEN_ID, BlockHasher, pack_tokens
+
+RequestId: TypeAlias = Hashable
+"""What the manager knows a request by: a string, as a rule; whatever can be the key of a dictionary will do."""
 
 
 class RequestLike(Protocol):
@@ -18,8 +21,9 @@ class RequestLike(Protocol):
     The manager knows a request by its id and expects the same object from admission until ``free``.
     """
 
-    request_id: str
-    """Unique among the requests that hold blocks."""
+    @property
+    def request_id(self) -> RequestId:
+        """Unique among the requests that hold blocks."""
 
     num_tokens: int
     """Tokens known so far: prompt and output."""

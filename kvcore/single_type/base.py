@@ -7,23 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import Final
 
 from kvcore.block_pool import BlockPool
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import InvariantError, StaleHitError
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.ends import Ends
 from kvcore.spec import KVCacheSpec, cdiv
 
-NEVER = sys.maxsize
+NEVER: Final = sys.maxsize
 """A number of tokens that no request reaches."""
 
 
 class SingleTypeKVCacheManager(ABC):
     """Keeps the block tables of one KV cache group.
 
-    A subclass says which tokens its kind of attention still needs (:meth:`get_num_skipped_tokens`,
-    :meth:`next_skip_at`), and how far the blocks in the index serve a new request (:meth:`find_longest_cache_hit`).
+    A subclass takes what it needs of its spec (:meth:`read_spec`). It says which tokens its kind of attention still
+    needs (:meth:`get_num_skipped_tokens`, :meth:`next_skip_at`), and how far the blocks in the index serve a new
+    request (:meth:`find_longest_cache_hit`).
     The coordinator makes every call with arguments already checked; nothing here may fail half way.
 
     Args:
@@ -53,16 +55,15 @@ class SingleTypeKVCacheManager(ABC):
         max_blocks_per_request: int,
         retain_ends: bool = False,
     ) -> None:
-        self.kv_cache_spec = kv_cache_spec
-        self.block_size = kv_cache_spec.block_size
+        self.read_spec(kv_cache_spec)
         self.block_pool = block_pool
         self.kv_cache_group_id = kv_cache_group_id
         self.enable_caching = enable_caching
         self.alignment_tokens = alignment_tokens
         self.max_blocks_per_request = max_blocks_per_request
-        self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
-        self.num_cached_block: dict[str, int] = {}
-        self.num_skipped_block: dict[str, int] = {}
+        self.req_to_blocks: dict[RequestId, list[KVCacheBlock]] = {}
+        self.num_cached_block: dict[RequestId, int] = {}
+        self.num_skipped_block: dict[RequestId, int] = {}
         self.ends = Ends(self.block_size, alignment_tokens, self.get_num_skipped_tokens) if retain_ends else None
         self._hashes_per_block = self.block_size // block_pool.hash_block_size
         # Whether each block is registered as soon as it is full, and nothing but that has to be done.
@@ -79,6 +80,11 @@ class SingleTypeKVCacheManager(ABC):
 
     # -- what a kind of attention decides -------------------------------------------------------------------------
 
+    def read_spec(self, kv_cache_spec: KVCacheSpec) -> None:
+        """Takes from the spec what the other methods need; called before any of them."""
+        self.kv_cache_spec = kv_cache_spec
+        self.block_size = kv_cache_spec.block_size
+
     @abstractmethod
     def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
         """The blocks of the longest prefix, at most ``max_length`` tokens, that this group can serve from the index.
@@ -91,7 +97,7 @@ class SingleTypeKVCacheManager(ABC):
         """Leading tokens that no token from ``num_computed_tokens`` on will read."""
         return 0
 
-    def next_skip_at(self, request_id: str) -> int:
+    def next_skip_at(self, request_id: RequestId) -> int:
         """Number of computed tokens from which on one more block of the request is skipped."""
         return NEVER
 
@@ -125,12 +131,12 @@ class SingleTypeKVCacheManager(ABC):
         # Hits that others hold too do not come back when the window leaves them, so that only the others count.
         return min(needed, self.max_blocks_per_request) if cap else needed
 
-    def num_new_blocks(self, request_id: str, num_tokens: int) -> int:
+    def num_new_blocks(self, request_id: RequestId, num_tokens: int) -> int:
         """Blocks that a running request's table lacks to hold ``num_tokens`` tokens. O(1)."""
         lacking = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
         return lacking if lacking > 0 else 0
 
-    def get_num_blocks_to_grow(self, request_id: str, num_tokens: int, *, cap: bool = False) -> int:
+    def get_num_blocks_to_grow(self, request_id: RequestId, num_tokens: int, *, cap: bool = False) -> int:
         """Free blocks that a running request needs to hold ``num_tokens`` tokens. O(1), with ``cap`` O(held blocks)."""
         new = self.num_new_blocks(request_id, num_tokens)
         if cap:
@@ -165,7 +171,7 @@ class SingleTypeKVCacheManager(ABC):
     # -- changing a table -----------------------------------------------------------------------------------------
 
     def add_local_computed_blocks(
-        self, request_id: str, hit_blocks: Sequence[KVCacheBlock], total_computed_tokens: int
+        self, request_id: RequestId, hit_blocks: Sequence[KVCacheBlock], total_computed_tokens: int
     ) -> None:
         """Opens the table of a new request and takes its hits. O(hit blocks).
 
@@ -180,11 +186,11 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[request_id] = len(table)
         self.num_skipped_block[request_id] = num_skipped
 
-    def append_blocks(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+    def append_blocks(self, request_id: RequestId, blocks: list[KVCacheBlock]) -> None:
         """Grows the table by new blocks. O(new blocks)."""
         self.req_to_blocks[request_id] += blocks
 
-    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+    def remove_skipped_blocks(self, request_id: RequestId, num_computed_tokens: int) -> None:
         """Frees the blocks that no token from ``num_computed_tokens`` on reads; null takes their place. O(freed
         blocks).
 
@@ -227,7 +233,7 @@ class SingleTypeKVCacheManager(ABC):
             self.cacheable_mask(num_cached, num_full),
         )
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: RequestId) -> None:
         """Closes the table and frees its blocks, the last one first (rule 4). O(blocks)."""
         table = self.req_to_blocks.pop(request_id)
         num_cached = self.num_cached_block.pop(request_id)
@@ -240,7 +246,7 @@ class SingleTypeKVCacheManager(ABC):
         if self.ends is not None:
             self.ends.forget(request_id)
 
-    def _give_back(self, request_id: str, first_block: int, blocks: list[KVCacheBlock]) -> None:
+    def _give_back(self, request_id: RequestId, first_block: int, blocks: list[KVCacheBlock]) -> None:
         """Frees blocks that have left the table at ``first_block``, the last one first."""
         if self.ends is not None:
             spent, blocks = self.ends.split(request_id, first_block, blocks)
@@ -251,11 +257,11 @@ class SingleTypeKVCacheManager(ABC):
 
     # -- looking --------------------------------------------------------------------------------------------------
 
-    def num_slots(self, request_id: str) -> int:
+    def num_slots(self, request_id: RequestId) -> int:
         """Tokens that the request's table holds. O(1)."""
         return len(self.req_to_blocks[request_id]) * self.block_size
 
-    def next_register_at(self, request_id: str) -> int:
+    def next_register_at(self, request_id: RequestId) -> int:
         """Number of tokens from which on the request has a block to register. O(1)."""
         if not self.enable_caching:
             return NEVER
@@ -263,7 +269,7 @@ class SingleTypeKVCacheManager(ABC):
         return -(-next_full // self.alignment_tokens) * self.alignment_tokens
 
     def get_num_common_prefix_blocks(
-        self, request_id: str, num_running_requests: int, pinned: Mapping[int, int]
+        self, request_id: RequestId, num_running_requests: int, pinned: Mapping[int, int]
     ) -> int:
         """Leading blocks of the request that all running requests hold; ``pinned``: how often something else does, by
         block id."""
@@ -279,8 +285,10 @@ class SingleTypeKVCacheManager(ABC):
         hashes = request.block_hashes
         run: list[KVCacheBlock] = []
         # The loop runs in C, and `extend` keeps what it got before the miss: 35 ns a block, 60 in a loop of our own.
+        # As a value: mypyc would put a call of its own in place of the method's, which keeps nothing.
+        extend = run.extend
         with suppress(KeyError):
-            run.extend(
+            extend(
                 map(
                     self._index.__getitem__,
                     hashes[first:stop:scale] if first_block else islice(hashes, first, stop, scale),

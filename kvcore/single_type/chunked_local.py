@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcore.blocks import KVCacheBlock
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.base import SingleTypeKVCacheManager
-from kvcore.spec import ChunkedLocalAttentionSpec, cdiv
+from kvcore.spec import ChunkedLocalAttentionSpec, KVCacheSpec, cdiv
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Block tables of a group whose tokens read back to the start of their own chunk."""
 
-    def __init__(self, kv_cache_spec: ChunkedLocalAttentionSpec, *args: Any, **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, *args, **kwargs)
+    def read_spec(self, kv_cache_spec: KVCacheSpec) -> None:
+        """Takes the chunk size."""
+        super().read_spec(kv_cache_spec)
+        assert isinstance(kv_cache_spec, ChunkedLocalAttentionSpec)
         self.attention_chunk_size = kv_cache_spec.attention_chunk_size
 
     def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
@@ -41,7 +41,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         """Tokens before the chunk of the next token."""
         return num_computed_tokens - num_computed_tokens % self.attention_chunk_size
 
-    def next_skip_at(self, request_id: str) -> int:
+    def next_skip_at(self, request_id: RequestId) -> int:
         """Start of the first chunk that lies behind the first block that is not null."""
         behind = (self.num_skipped_block[request_id] + 1) * self.block_size
         return cdiv(behind, self.attention_chunk_size) * self.attention_chunk_size

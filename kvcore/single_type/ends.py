@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcore.blocks import KVCacheBlock
+from kvcore.request import RequestId
 
 
 class Ends:
@@ -30,16 +31,16 @@ class Ends:
         self._block_size = block_size
         self._alignment_tokens = alignment_tokens
         self._num_skipped_tokens = num_skipped_tokens
-        self._needed: dict[str, list[range]] = {}
+        self._needed: dict[RequestId, list[range]] = {}
 
-    def note(self, request_id: str, num_tokens: int) -> None:
+    def note(self, request_id: RequestId, num_tokens: int) -> None:
         """A prompt may join in after ``num_tokens`` tokens, or ask for just these: a hit then ends before the last."""
         before_last = max(num_tokens - 1, 0) // self._alignment_tokens * self._alignment_tokens
         first = self._num_skipped_tokens(before_last) // self._block_size
         self._needed.setdefault(request_id, []).append(range(first, num_tokens // self._block_size))
 
     def split(
-        self, request_id: str, first_block: int, blocks: Sequence[KVCacheBlock]
+        self, request_id: RequestId, first_block: int, blocks: Sequence[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
         """Blocks that no end needs, and the others, each in order; ``first_block`` is the first one's position."""
         spent: list[KVCacheBlock] = []
@@ -49,6 +50,6 @@ class Ends:
             (needed if any(position in some for some in ranges) else spent).append(block)
         return spent, needed
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: RequestId) -> None:
         """The request holds no blocks any more."""
         self._needed.pop(request_id, None)

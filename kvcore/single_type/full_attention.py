@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcore.blocks import KVCacheBlock
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.base import SingleTypeKVCacheManager
 
 
@@ -21,7 +21,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         return blocks
 
     def get_num_common_prefix_blocks(
-        self, request_id: str, num_running_requests: int, pinned: Mapping[int, int]
+        self, request_id: RequestId, num_running_requests: int, pinned: Mapping[int, int]
     ) -> int:
         """Leading blocks that all running requests hold. O(common blocks)."""
         common = 0

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvcore.blocks import KVCacheBlock
-from kvcore.request import RequestLike
+from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.base import SingleTypeKVCacheManager
-from kvcore.spec import SlidingWindowSpec, cdiv
+from kvcore.spec import KVCacheSpec, SlidingWindowSpec, cdiv
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Block tables of a group whose tokens read themselves and the ``sliding_window - 1`` tokens before them."""
 
-    def __init__(self, kv_cache_spec: SlidingWindowSpec, *args: Any, **kwargs: Any) -> None:
+    def read_spec(self, kv_cache_spec: KVCacheSpec) -> None:
+        """Takes the window."""
+        super().read_spec(kv_cache_spec)
+        assert isinstance(kv_cache_spec, SlidingWindowSpec)
         self.sliding_window = kv_cache_spec.sliding_window
-        self._blocks_of_window = cdiv(self.sliding_window - 1, kv_cache_spec.block_size)
-        super().__init__(kv_cache_spec, *args, **kwargs)
+        self._blocks_of_window = cdiv(self.sliding_window - 1, self.block_size)
 
     def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
         """The rightmost run of cached blocks that covers a window, or a shorter one that begins at the first block.
@@ -41,7 +41,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """Tokens before the window of the next token: all but the last ``sliding_window - 1`` computed ones."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
-    def next_skip_at(self, request_id: str) -> int:
+    def next_skip_at(self, request_id: RequestId) -> int:
         """When the window of the next token leaves the first block that is not null."""
         return (self.num_skipped_block[request_id] + 1) * self.block_size + self.sliding_window - 1
 
