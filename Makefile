@@ -10,12 +10,14 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # Where vLLM's manager is kept, to measure against.
 PEER ?= artifacts/peer
+# Where kvcore is kept with its hot path compiled.
+COMPILED := artifacts/compiled
 # Processes the whole suite runs in.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test unit gpu lint format types docs docs-serve bench bench-engine bench-docs peer import-time clean
+.PHONY: help demo test test-compiled compiled unit gpu lint format types docs docs-serve bench bench-engine bench-docs peer import-time clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +44,9 @@ sys.exit(share < 95)
 endef
 export CHECK_BRANCHES
 
+test-compiled: compiled ## run the tests of kvcore on a kvcore whose hot path is compiled
+	EXPECT_COMPILED=1 HYPOTHESIS_PROFILE=repeat $(PYTEST) -n $(JOBS) -m "not gpu" --timeout 900 -o pythonpath="$(COMPILED) ." tests/kvcore
+
 unit: $(STAMPS)/dev ## run the quick tests of kvcore, without torch: the inner loop
 	$(PYTEST) -q -x -n $(JOBS) -m "not slow and not gpu" --ignore tests/runner --ignore tests/gpu --ignore tests/bench
 
@@ -66,16 +71,25 @@ docs-serve: $(STAMPS)/docs ## serve the site while writing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows; prints the tables
+	@$(MAKE) --no-print-directory compiled || echo "kvcore could not be compiled: measured as it is only" >&2
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER)
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER)
 
 bench-engine: $(STAMPS)/demo $(STAMPS)/dev ## measure the runner's engine beside transformers; prints the tables
 	$(BIN)/python -m tests.bench.bench_engine
 
-bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer ## as both, and put tables and figures into docs/performance.md
+bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer compiled ## as both, and put tables and figures into docs/performance.md
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER) --update-docs
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER) --update-docs
 	$(BIN)/python -m tests.bench.bench_engine --update-docs
+
+# By way of a source distribution: compiled among the sources, the modules would stay there and be imported.
+compiled: $(STAMPS)/dev ## compile kvcore's hot path, with a C compiler: a wheel in artifacts/dist, and what is in it unpacked
+	@rm -rf artifacts/dist $(COMPILED) && mkdir -p artifacts/dist
+	@echo "compiling kvcore (half a minute)"
+	@HATCH_BUILD_HOOKS_ENABLE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	  $(BIN)/python -m build --outdir artifacts/dist . > artifacts/dist/log 2>&1 || { cat artifacts/dist/log >&2; exit 1; }
+	@$(PIP) install --quiet --no-deps --target $(COMPILED) artifacts/dist/*.whl
 
 peer: # an environment with vLLM's manager; nothing if it is there
 	@PYTHON=$(PYTHON) tests/bench/setup_peer.sh $(PEER)
@@ -97,7 +111,7 @@ endef
 export IMPORT_TIME
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf $(VENV) site build dist htmlcov .coverage .coverage.* coverage.xml .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILED) artifacts/dist site build dist htmlcov .coverage .coverage.* coverage.xml .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kvcore runner tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # ---- set up

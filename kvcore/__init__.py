@@ -60,7 +60,11 @@ from kvcore.stats import PrefixCacheStats
 
 __version__ = "0.1.0"
 
+COMPILED = not hasattr(KVCacheBlock.__init__, "__code__")
+"""Whether the hot path of this installation was compiled (``make compiled``): what is compiled has no bytecode."""
+
 __all__ = [
+    "COMPILED",
     "AllBlocksCleared",
     "BlockHasher",
     "BlockPool",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvcore import __version__, cli_inspect, cli_replay, cli_replay_calls
+from kvcore import COMPILED, __version__, cli_inspect, cli_replay, cli_replay_calls
 from kvcore.arguments import count, number_of_bytes
 from kvcore.errors import ConfigError, KVCacheError
 from kvcore.planning import CapacityReport, capacity_report
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvcore", description="Tools around a paged KV cache.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    version = f"%(prog)s {__version__} ({'compiled' if COMPILED else 'not compiled'})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_plan(commands)
     cli_inspect.add_parser(commands)

@@ -18,27 +18,36 @@ from tests.bench import comparison, peer, report
 
 SIDES = {
     "kvcore": [],
+    "compiled": [],
     "raw": ["--hash", "sha256_raw", "--only", "hash32k"],
     "same_hash": ["--hash", "sha256", "--only", "hash32k"],
     "unverified": ["--no-verify", "--only", "warm_lookup32k"],
 }
-"""The ways kvcore is measured, by name, and the options of its script for each."""
+"""The ways kvcore is measured, by name, and the options of its script for each. ``compiled``: where it was built."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all sides as often as asked; every other time in the opposite order."""
     python = peer.python_of(args)
     options = ["--reps", str(args.reps), "--clock", args.clock]
+    sides = [*SIDES, "vllm"]
+    if not args.compiled_dir.exists():
+        peer.progress(f"no compiled kvcore in {args.compiled_dir}, so none is measured; to build it: make compiled")
+        sides.remove("compiled")
     runs = []
     for number in range(1, args.runs + 1):
         run = {}
-        sides = [*SIDES, "vllm"]
         for side in sides if number % 2 else sides[::-1]:
             peer.progress(f"run {number} of {args.runs}: {side}")
             if side == "vllm":
                 run[side] = peer.run_vllm(python, options)
             else:
-                run[side] = peer.run_kvcore([*options, *SIDES[side]])
+                installed = args.compiled_dir if side == "compiled" else peer.ROOT
+                run[side] = peer.run_kvcore([*options, *SIDES[side]], installed=installed)
+                if run[side]["manager"]["compiled"] != (side == "compiled"):
+                    sys.exit(
+                        f"kvcore in {installed} should {'' if side == 'compiled' else 'not '}be compiled: make clean"
+                    )
         runs.append(run)
     return {"machine": report.machine(), "repetitions": args.reps, "runs": runs}
 
@@ -64,6 +73,9 @@ def section(results: dict[str, Any], compared: comparison.Comparison) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peer.add_arguments(parser)
+    parser.add_argument(
+        "--compiled-dir", type=Path, default=peer.COMPILED_DIR, help="folder with a compiled kvcore (make compiled)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs side by side (default: 3)")
     parser.add_argument("--reps", type=int, default=5, help="repetitions in each process, of which the median counts")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine")

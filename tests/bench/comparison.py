@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from tests.bench.report import number
@@ -48,6 +48,8 @@ class Row:
         ratios: vLLM's time divided by kvcore's, of each run.
         target: The ratio aimed at.
         note: Said after the title.
+        compiled: kvcore's time with its hot path compiled; None if that was not measured.
+        compiled_ratios: vLLM's time divided by that, of each run.
     """
 
     title: str
@@ -57,11 +59,18 @@ class Row:
     ratios: Sequence[float] = ()
     target: float | None = None
     note: str = ""
+    compiled: float | None = None
+    compiled_ratios: Sequence[float] = ()
 
     @property
     def ratio(self) -> float | None:
         """The median of the runs' ratios: what is common to the two halves of a run cancels out."""
         return median(self.ratios) if self.ratios else None
+
+    @property
+    def compiled_ratio(self) -> float | None:
+        """The same for kvcore compiled."""
+        return median(self.compiled_ratios) if self.compiled_ratios else None
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,13 @@ class Comparison:
     @property
     def geometric_mean(self) -> float:
         """Of the rows' ratios."""
-        return math.exp(sum(math.log(row.ratio or math.nan) for row in self.rows.values()) / len(self.rows))
+        return geometric_mean([row.ratio or math.nan for row in self.rows.values()])
+
+    @property
+    def compiled_geometric_mean(self) -> float | None:
+        """The same for kvcore compiled; None if that was not measured."""
+        ratios = [row.compiled_ratio for row in self.rows.values()]
+        return None if None in ratios else geometric_mean([ratio or math.nan for ratio in ratios])
 
 
 class HitsDiffer(Exception):
@@ -140,9 +155,11 @@ def _extra_rows(runs: Sequence[Run]) -> Iterable[Row]:
             note="kvcore with one call a step",
         )
     for groups in ALL_GROUPS:
-        ours = median([run["kvcore"]["medians"][f"{groups.name}.grow"] for run in runs])
+        key = f"{groups.name}.grow"
+        ours = median([run["kvcore"]["medians"][key] for run in runs])
+        compiled = median(times) if (times := _compiled_times(runs, key)) else None
         note = f"kvcore only; aimed at: under {TARGET_GROW_US} us"
-        yield Row(f"that call alone, {groups.name}", "us", None, ours, note=note)
+        yield Row(f"that call alone, {groups.name}", "us", None, ours, note=note, compiled=compiled)
 
 
 def _row(
@@ -159,7 +176,24 @@ def _row(
     theirs = [run["vllm"]["medians"][key] for run in runs]
     ours = [run[side]["medians"][ours_key or key] for run in runs]
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-    return Row(title, unit, median(theirs), median(ours), ratios, target, note)
+    compiled = _compiled_times(runs, ours_key or key) if side == "kvcore" else []
+    compiled_ratios = [their / our for their, our in zip(theirs, compiled, strict=False)]
+    return Row(
+        title,
+        unit,
+        median(theirs),
+        median(ours),
+        ratios,
+        target,
+        note,
+        median(compiled) if compiled else None,
+        compiled_ratios,
+    )
+
+
+def _compiled_times(runs: Sequence[Run], key: str) -> list[float]:
+    """What kvcore compiled took in each run; nothing if it was not measured."""
+    return [run["compiled"]["medians"][key] for run in runs if "compiled" in run]
 
 
 def _equal_hits(runs: Sequence[Run]) -> dict[str, int]:
@@ -178,13 +212,15 @@ def _equal_hits(runs: Sequence[Run]) -> dict[str, int]:
 
 # ---- rendering
 
+HEADINGS = ("", "vLLM", "kvcore", "", "ratio", "runs", "compiled", "ratio", "aim")
+
 
 def text_table(comparison: Comparison) -> str:
     """The table for a terminal."""
-    lines = [("", "vLLM", "kvcore", "", "ratio", "runs", "aim")]
+    lines = [HEADINGS]
     lines += [_cells(row) for row in comparison.rows.values()]
-    mean = f"{comparison.geometric_mean:.2f}"
-    lines.append(("geometric mean of these", "", "", "", mean, "", number(TARGET_GEOMETRIC_MEAN)))
+    mean, compiled_mean = f"{comparison.geometric_mean:.2f}", _number(comparison.compiled_geometric_mean)
+    lines.append(("geometric mean of these", "", "", "", mean, "", "", compiled_mean, number(TARGET_GEOMETRIC_MEAN)))
     lines += [_cells(row) for row in comparison.extra]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
@@ -198,11 +234,12 @@ def text_table(comparison: Comparison) -> str:
 
 def markdown_table(comparison: Comparison) -> str:
     """The table for the documentation."""
-    lines = ["| | vLLM | kvcore | ratio | runs | aim |", "|---|--:|--:|--:|--:|--:|"]
+    lines = ["| | vLLM | kvcore | ratio | runs | compiled | ratio | aim |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
     for row in comparison.rows.values():
         lines.append(_markdown_row(row))
-    mean, aim = f"{comparison.geometric_mean:.1f}", number(TARGET_GEOMETRIC_MEAN)
-    lines.append(f"| **geometric mean** | | | **{mean}** | | {aim} |")
+    means = [f"{mean:.1f}" if mean else "" for mean in (comparison.geometric_mean, comparison.compiled_geometric_mean)]
+    aim = number(TARGET_GEOMETRIC_MEAN)
+    lines.append(f"| **geometric mean** | | | **{means[0]}** | | | {f'**{means[1]}**' if means[1] else ''} | {aim} |")
     lines += ["", "Beside them, not part of the mean:", "", *lines[:2]]
     lines += [_markdown_row(row) for row in comparison.extra]
     hits = ", ".join(f"{found:,} in `{key}`" for key, found in comparison.hit_tokens.items() if found)
@@ -210,20 +247,25 @@ def markdown_table(comparison: Comparison) -> str:
 
 
 def _markdown_row(row: Row) -> str:
-    title, theirs, ours, unit, ratio, spread, target = _cells(row)
-    unit = unit.replace("us", "µs")
-    cells = [title.replace(" us", " µs"), f"{theirs} {unit}" if theirs else "", f"{ours} {unit}", ratio, spread, target]
+    title, theirs, ours, unit, ratio, spread, compiled, compiled_ratio, target = _cells(row)
+    times = [f"{time} {unit.replace('us', 'µs')}" if time else "" for time in (theirs, ours, compiled)]
+    cells = [title.replace(" us", " µs"), *times[:2], ratio, spread, times[2], compiled_ratio, target]
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
-    spread = f"{number(min(row.ratios))}–{number(max(row.ratios))}" if len(row.ratios) > 1 else ""
+def _cells(row: Row) -> tuple[str, ...]:
     return (
         f"{row.title} ({row.note})" if row.note else row.title,
-        "" if row.theirs is None else number(row.theirs),
+        _number(row.theirs),
         number(row.ours),
         row.unit,
-        "" if row.ratio is None else number(row.ratio),
-        spread,
-        "" if row.target is None else number(row.target),
+        _number(row.ratio),
+        f"{number(min(row.ratios))}–{number(max(row.ratios))}" if len(row.ratios) > 1 else "",
+        _number(row.compiled),
+        _number(row.compiled_ratio),
+        _number(row.target),
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)

@@ -37,7 +37,8 @@ class Panel(NamedTuple):
 
 
 def comparison_figure(comparison: Comparison, path: Path) -> None:
-    """A bar for each workload: how many times as long vLLM takes. Marks say what was aimed at."""
+    """A bar for each workload: how many times as long vLLM takes. Marks say what was aimed at, dots the ratio of kvcore
+    compiled, where that was measured."""
     rows = list(comparison.rows.items())[::-1]
     figure = Figure(figsize=(8, 0.34 * len(rows) + 1.2), layout="constrained")
     axes = figure.subplots()
@@ -47,17 +48,21 @@ def comparison_figure(comparison: Comparison, path: Path) -> None:
         axes.barh(place, row.ratio, color=GROUP_COLOURS[group], height=0.7)
         axes.text(row.ratio * 0.97, place, f"{row.ratio:.1f}", va="center", ha="right", color="white", fontsize=8)
         axes.plot([row.target] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)
+        if row.compiled_ratio is not None:
+            axes.plot(row.compiled_ratio, place, "o", color="#263238", markersize=5)
     axes.set_yticks(range(len(rows)), [row.title for _, row in rows], fontsize=8)
     axes.set_xscale("log")
-    axes.set_xlim(0.8, 1.3 * max(max(row.ratio or 1, row.target or 1) for _, row in rows))
+    axes.set_xlim(0.8, 1.3 * max(max(row.ratio or 1, row.compiled_ratio or 1, row.target or 1) for _, row in rows))
     axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.set_xticks([1, 2, 5, 10, 20, 50][: 4 if axes.get_xlim()[1] < 20 else 6])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("time of vLLM / time of kvcore (black marks: what was aimed at)")
-    mean = comparison.geometric_mean
-    axes.set_title(f"geometric mean {mean:.1f}", fontsize=10)
+    mean, compiled_mean = comparison.geometric_mean, comparison.compiled_geometric_mean
+    dots = "; dots: kvcore compiled" if compiled_mean else ""
+    axes.set_xlabel(f"time of vLLM / time of kvcore (black marks: what was aimed at{dots})")
+    compiled = f", compiled {compiled_mean:.1f}" if compiled_mean else ""
+    axes.set_title(f"geometric mean {mean:.1f}{compiled}", fontsize=10)
     _clean(axes)
     _save(figure, path)
 

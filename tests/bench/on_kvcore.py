@@ -42,6 +42,7 @@ class KvcoreAdapter:
 
     name = "kvcore"
     version = kvcore.__version__
+    compiled = kvcore.COMPILED
 
     def __init__(self, hash_algorithm: str = "xxh3", *, verify_hits: bool | None = None) -> None:
         self.hash_algorithm = hash_algorithm

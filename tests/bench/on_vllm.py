@@ -58,6 +58,7 @@ class VllmAdapter:
     """
 
     name = "vLLM"
+    compiled = False
 
     def __init__(self, hash_algorithm: str = "sha256") -> None:
         sys.meta_path.append(HollowImporter())

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent.parent
 DEFAULT_DIR = Path(".venv", "vllm")
 """Where ``make bench`` puts the environment that has vLLM, relative to :data:`ROOT`."""
 
+COMPILED_DIR = ROOT / "artifacts" / "compiled"
+"""Where ``make compiled`` installs kvcore with its hot path compiled."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -37,25 +40,26 @@ def python_of(args: argparse.Namespace) -> Path:
     return python
 
 
-def run_kvcore(options: Sequence[str]) -> Any:
-    """What ``on_kvcore.py`` answers, under the interpreter that runs now."""
-    return _run(Path(sys.executable), "tests.bench.on_kvcore", options)
+def run_kvcore(options: Sequence[str], *, installed: Path = ROOT) -> Any:
+    """What ``on_kvcore.py`` answers, under the interpreter that runs now; ``installed``: the folder with kvcore."""
+    return _run(Path(sys.executable), "tests.bench.on_kvcore", options, installed)
 
 
 def run_vllm(python: Path, options: Sequence[str]) -> Any:
     """What ``on_vllm.py`` answers, under an interpreter that has vLLM."""
-    return _run(python, "tests.bench.on_vllm", options)
+    return _run(python, "tests.bench.on_vllm", options, ROOT)
 
 
 def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(python: Path, module: str, options: Sequence[str]) -> Any:
+def _run(python: Path, module: str, options: Sequence[str], folder: Path) -> Any:
     # Equal seeds: sets and dicts of strings are then laid out alike in every run.
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT)}
     command = [str(python), "-m", module, *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    # The working folder comes first on Python's path: its kvcore is imported.
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"failed with status {done.returncode}: {' '.join(command)}")
     return json.loads(done.stdout.splitlines()[-1])

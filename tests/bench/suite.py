@@ -66,6 +66,11 @@ def run(args: argparse.Namespace, make_adapter: MakeAdapter, own_workloads: Iter
         result = gc_pause.measure(adapter, args.remedy, args.blocks)
     else:
         result = profile_tables.tables(adapter, chosen, ALL_GROUPS, args.lines)
-    about = {"name": adapter.name, "version": adapter.version, "hash": adapter.hash_algorithm}
+    about = {
+        "name": adapter.name,
+        "version": adapter.version,
+        "hash": adapter.hash_algorithm,
+        "compiled": adapter.compiled,
+    }
     json.dump({"manager": about, "python": platform.python_version(), "clock": args.clock, **result}, sys.stdout)
     print()

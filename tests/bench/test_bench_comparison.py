@@ -57,7 +57,26 @@ def test_both_tables_show_each_line_with_its_aim() -> None:
         assert f"| {row.title} | 7.00" in markdown
         assert row.title in text
     assert "sha256_raw" in text
-    assert "| 3.00–4.00 | 10.0 |" in markdown
+    assert "| 3.00–4.00 | 2.00 ms | 3.50 | 10.0 |" in markdown
+
+
+def test_a_line_tells_what_compiling_makes_of_it() -> None:
+    run = a_run(6, 3)
+    run["compiled"] = side(1.5)
+    compared = comparison.compare([run])
+    assert (compared.rows["full.decode"].ratio, compared.rows["full.decode"].compiled_ratio) == (2, 4)
+    assert compared.geometric_mean == pytest.approx(2)
+    assert compared.compiled_geometric_mean == pytest.approx(4)
+    assert "| **geometric mean** | | | **2.0** | | | **4.0** | 5.00 |" in comparison.markdown_table(compared)
+
+
+def test_without_a_compiled_kvcore_its_columns_are_empty() -> None:
+    run = a_run(6, 2)
+    del run["compiled"]
+    compared = comparison.compare([run])
+    assert compared.compiled_geometric_mean is None
+    assert "| 3.00 |  |  |  | 10.0 |" in comparison.markdown_table(compared)
+    assert "geometric mean of these" in comparison.text_table(compared)
 
 
 def test_a_number_has_three_digits_and_no_exponent() -> None:

@@ -80,6 +80,8 @@ class Adapter(Protocol):
     name: str
     version: str
     hash_algorithm: str
+    compiled: bool
+    """Whether its hot path is compiled."""
 
     def make_manager(self, groups: Groups, num_blocks: int) -> Manager:
         """A manager with blocks of :data:`BLOCK_SIZE` tokens and prefix caching."""

@@ -196,7 +196,10 @@ def test_python_m_kvcore_is_the_same_command(config_file: str) -> None:
         command = [sys.executable, "-m", "kvcore", *arguments]
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
-    assert run("--version").stdout == f"kvcore {kvcore.__version__}\n"
+    assert (
+        run("--version").stdout
+        == f"kvcore {kvcore.__version__} ({'compiled' if kvcore.COMPILED else 'not compiled'})\n"
+    )
     planned = run("plan", config_file, "--memory", "8GiB")
     assert (planned.returncode, planned.stderr) == (0, "")
     assert planned.stdout.startswith("layers of each group")
