@@ -105,14 +105,14 @@ class KVCacheManager:
                 raise ConfigError(f"{name} is a share of the pool, from 0 to below 1, got {share!r}")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
+        self.enable_caching = bool(enable_caching)  # here and below, for the layers that compile: 1 is not True there
         self.log_stats = log_stats
         self.coordinator = make_coordinator(
             kv_cache_config,
             max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
-            enable_caching=enable_caching,
-            enable_kv_cache_events=enable_kv_cache_events,
+            enable_caching=self.enable_caching,
+            enable_kv_cache_events=bool(enable_kv_cache_events),
             hash_block_size=hash_block_size,
             eviction_policy=eviction_policy,
             window_retention=window_retention,
@@ -274,8 +274,8 @@ class KVCacheManager:
             return holder.grow(
                 num_new_tokens,
                 num_lookahead_tokens,
-                delay_cache_blocks=delay_cache_blocks,
-                full_sequence_must_fit=full_sequence_must_fit,
+                delay_cache_blocks=bool(delay_cache_blocks),
+                full_sequence_must_fit=bool(full_sequence_must_fit),
                 reserved_blocks=reserved_blocks,
             ) or self._log.refused(request)
         if not self._just_found(request, hits, num_new_computed_tokens):

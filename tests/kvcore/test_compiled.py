@@ -67,3 +67,27 @@ def test_the_facade_can_be_subclassed_and_its_methods_wrapped() -> None:
     assert calls == [request]
     assert manager.num_freed == 1
     manager.check_invariants()
+
+
+def test_a_flag_may_be_anything_that_is_true_or_false() -> None:
+    # Compiled code takes no number for a bool; the facade sees to it.
+    group = KVCacheGroupSpec(["full"], FullAttentionSpec(4, 1, 1, "float32"))
+    manager = KVCacheManager(
+        KVCacheConfig(16, [group]),
+        100,
+        enable_caching=1,  # type: ignore[arg-type]
+        enable_kv_cache_events=0,  # type: ignore[arg-type]
+    )
+    hasher = BlockHasher(4)
+    request = Request("a", range(10), block_hasher=hasher)
+    for _ in range(2):
+        assert manager.allocate_slots(
+            request,
+            4,
+            delay_cache_blocks=1,  # type: ignore[arg-type]
+            full_sequence_must_fit=1,  # type: ignore[arg-type]
+        )
+        request.num_computed_tokens += 4
+    assert manager.get_computed_blocks(Request("b", range(10), block_hasher=hasher))[1] == 0
+    manager.cache_blocks(request, 8)
+    assert manager.get_computed_blocks(Request("b", range(10), block_hasher=hasher))[1] == 8
