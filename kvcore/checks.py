@@ -24,6 +24,15 @@ def check_counts(names: str, *counts: int) -> None:
             raise CountError(f"{name} must be a whole number and not negative, got {count!r}")
 
 
+def check_blocks(hits: object) -> None:
+    """Hits come as the lookup returned them."""
+    if not isinstance(hits, KVCacheBlocks):
+        raise HitHandoverError(
+            f"new_computed_blocks must be a KVCacheBlocks, the first of the two that get_computed_blocks returned; got "
+            f"{type(hits).__name__}"
+        )
+
+
 def check_same_request(request: RequestLike, holder: RequestLike) -> None:
     """``request`` is the one that holds blocks under its id."""
     if holder is not request:
@@ -89,11 +98,6 @@ def check_admission(
             "block hashes; make it with a block_hasher, and pass what get_computed_blocks returned for it"
         )
     managers = coordinator.single_type_managers
-    if not isinstance(hits, KVCacheBlocks):
-        raise HitHandoverError(
-            f"new_computed_blocks must be a KVCacheBlocks, the first of the two that get_computed_blocks returned; got "
-            f"{type(hits).__name__}"
-        )
     if len(hits.blocks) != len(managers):
         raise HitHandoverError(f"new_computed_blocks has {len(hits.blocks)} groups, the cache has {len(managers)}")
     for manager, blocks in zip(managers, hits.blocks, strict=True):

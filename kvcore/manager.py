@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
+from kvcore.admission import Admission
 from kvcore.checks import (
-    check_admission,
+    check_blocks,
     check_computed,
     check_counts,
     check_hashes,
@@ -28,15 +28,6 @@ from kvcore.snapshot import Snapshot
 from kvcore.snapshot_take import take_snapshot
 from kvcore.spec import KVCacheConfig, require_positive
 from kvcore.stats import PrefixCacheStats
-
-
-class _Found(NamedTuple):
-    """What a lookup answered, and how many blocks had left the index by then."""
-
-    request: RequestLike
-    blocks: KVCacheBlocks
-    num_tokens: int
-    num_removals: int
 
 
 class KVCacheManager:
@@ -123,7 +114,7 @@ class KVCacheManager:
         self._holders: dict[RequestId, Holder] = {}
         self.residency = Residency(self.coordinator, max_model_len, int(pin_limit * kv_cache_config.num_blocks))
         self._stats = PrefixCacheStats()
-        self._found: _Found | None = None  # the last lookup's answer, until a request is admitted
+        self._admission = Admission(self.coordinator, max_model_len, self.watermark_blocks, self.empty_kv_cache_blocks)
         self._log = ManagerLog(self)
         if record is not None:
             from kvcore.recording import start_recording
@@ -174,7 +165,7 @@ class KVCacheManager:
             preempted = getattr(request, "num_preemptions", 0) > 0
             self._stats.record(request.num_tokens, num_tokens, preempted=preempted)
         blocks = KVCacheBlocks(tuple(map(tuple, groups))) if num_tokens else self.empty_kv_cache_blocks
-        self._found = _Found(request, blocks, num_tokens, self.block_pool.prefix_index.num_removals)
+        self._admission.note_lookup(request, blocks, num_tokens)
         return blocks, num_tokens
 
     def allocate_slots(
@@ -267,7 +258,8 @@ class KVCacheManager:
                 f"num_new_tokens must be at least 1 for {request.request_id!r}: there is nothing to allocate"
             )
         check_computed(request, num_new_computed)
-        hits = new_computed_blocks or self.empty_kv_cache_blocks
+        hits = self.empty_kv_cache_blocks if new_computed_blocks is None else new_computed_blocks
+        check_blocks(hits)
         if holder is not None:
             check_same_request(request, holder.request)
             check_running(request, holder.num_slots, hits, num_new_computed)
@@ -278,29 +270,22 @@ class KVCacheManager:
                 full_sequence_must_fit=bool(full_sequence_must_fit),
                 reserved_blocks=reserved_blocks,
             ) or self._log.refused(request)
-        if not self._just_found(request, hits, num_new_computed_tokens):
-            check_admission(self.coordinator, request, hits, num_new_computed_tokens)
-            for manager, blocks in zip(self.coordinator.single_type_managers, hits.blocks, strict=True):
-                manager.check_hits(request, blocks)
-
-        total_computed = min(num_new_computed, self.max_model_len)
-        num_tokens = min(total_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        num_free_blocks = self.block_pool.get_num_free_blocks() - self.watermark_blocks
-        coordinator = self.coordinator
-        if full_sequence_must_fit:
-            length = min(request.num_tokens, self.max_model_len)
-            if not coordinator.has_room(length, hits.blocks, total_computed, num_free_blocks, cap=True):
-                return self._log.refused(request)
-        if not coordinator.has_room(num_tokens, hits.blocks, total_computed, num_free_blocks - reserved_blocks):
+        self._admission.check(request, hits, num_new_computed_tokens)
+        admitted = self._admission.admit(
+            request,
+            hits,
+            num_new_tokens,
+            num_new_computed,
+            num_external_computed_tokens=num_external_computed_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            delay_cache_blocks=bool(delay_cache_blocks),
+            full_sequence_must_fit=bool(full_sequence_must_fit),
+            reserved_blocks=reserved_blocks,
+        )
+        if admitted is None:
             return self._log.refused(request)
-        coordinator.admit(request, hits.blocks, total_computed, num_external_computed_tokens)
-        num_new_blocks = coordinator.num_new_blocks(request.request_id, num_tokens)
-        groups = coordinator.append_new_blocks(request.request_id, num_new_blocks)
-        num_finished_tokens = min(total_computed + num_new_tokens, num_tokens, request.num_tokens)
-        if not delay_cache_blocks:
-            coordinator.cache_blocks(request, num_finished_tokens)
-        self._holders[request.request_id] = Holder(request, coordinator, self.max_model_len, self.empty_kv_cache_blocks)
-        return KVCacheBlocks(groups) if any(groups) else self.empty_kv_cache_blocks
+        self._holders[request.request_id], new_blocks = admitted
+        return new_blocks
 
     def grow(
         self, requests: Sequence[RequestLike], num_new_tokens: int = 1, *, num_lookahead_tokens: int = 0
@@ -511,16 +496,3 @@ class KVCacheManager:
                 f"request {request_id!r} holds no blocks: it was never admitted (allocate_slots), or is freed already"
             )
         return holder
-
-    def _just_found(self, request: RequestLike, hits: KVCacheBlocks, num_tokens: int) -> bool:
-        """Whether this is the answer to the last lookup, for a request that is still new, and nothing can have become
-        of the blocks since: nothing has left the index."""
-        found, self._found = self._found, None
-        return (
-            found is not None
-            and found.request is request
-            and found.blocks is hits
-            and found.num_tokens == num_tokens
-            and found.num_removals == self.block_pool.prefix_index.num_removals
-            and not request.num_computed_tokens
-        )

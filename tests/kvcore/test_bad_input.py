@@ -362,6 +362,18 @@ class TestHits:
         with refused(StaleHitError, "no longer holds block 2", manager):
             manager.allocate_slots(request, 1, num_hit_tokens, KVCacheBlocks(([null, null, null, hits.blocks[0][3]],)))
 
+    @pytest.mark.parametrize("running", [False, True])
+    @pytest.mark.parametrize("kind", [list, tuple, str, int])
+    def test_that_are_not_what_the_lookup_returned(self, kind: type, running: bool) -> None:
+        manager = with_cached_prefix()
+        request = make_request("a", range(9))
+        if running:
+            manager.allocate_slots(request, 4)
+            request.num_computed_tokens = 4
+        for hits in (kind(), kind("1")):
+            with refused(HitHandoverError, f"must be a KVCacheBlocks.*got {kind.__name__}", manager):
+                manager.allocate_slots(request, 1, new_computed_blocks=hits)
+
     @pytest.mark.parametrize("groups", [0, 1, 3])
     def test_with_a_wrong_number_of_groups(self, groups: int) -> None:
         manager = with_cached_prefix(FULL, WINDOW)

@@ -20,6 +20,7 @@ from kvcore import (
 )
 
 HOT_PATH = [
+    "admission",
     "block_pool",
     "blocks",
     "contents",
