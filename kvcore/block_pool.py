@@ -70,6 +70,7 @@ class BlockPool:
         self.blocks = _make_blocks(num_gpu_blocks)
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
+        self._null_blocks: tuple[KVCacheBlock, ...] = ()
         self.policy = make_policy(eviction_policy, self.blocks[1:])
         self.free_block_queue = free_block_queue(self.policy)
         self._leaves_dead = isinstance(self.policy, LRU)
@@ -89,6 +90,12 @@ class BlockPool:
     def get_usage(self) -> float:
         """Share of the pool that is held, from 0 to 1, the null block left out. O(1)."""
         return 1.0 - self.get_num_free_blocks() / (len(self.blocks) - 1)
+
+    def null_blocks(self, count: int) -> tuple[KVCacheBlock, ...]:
+        """The null block ``count`` times. O(count), or O(1) if as many were asked for last."""
+        if len(self._null_blocks) != count:
+            self._null_blocks = (self.null_block,) * count
+        return self._null_blocks
 
     # -- handing out and taking back ------------------------------------------------------------------------------
 

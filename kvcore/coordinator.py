@@ -81,6 +81,10 @@ class KVCacheCoordinator(ABC):
             )
             for group_id, spec in enumerate(specs)
         )
+        # Full attention first: its scan stops at the first miss, and bounds what the others have to look at.
+        self._lookup_order = sorted(
+            range(len(specs)), key=lambda group: not isinstance(self.single_type_managers[group], FullAttentionManager)
+        )
         self._serve = getattr(self.block_pool.policy, "serve", None)
         # The last request looked up, and how far its hit would have gone with full attention alone.
         self._parting: tuple[RequestLike, int] | None = None
@@ -242,16 +246,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         shrink, so that this ends. A group of full attention is asked once: any shorter hit is a part of its longest.
         """
         managers = self.single_type_managers
-        # Full attention first: its scan stops at the first miss, and bounds what the others have to look at.
-        order = sorted(range(len(managers)), key=lambda i: not isinstance(managers[i], FullAttentionManager))
-        found: dict[int, list[KVCacheBlock]] = {}
+        found: dict[int, tuple[KVCacheBlock, ...]] = {}
         length = max_cache_hit_length
         accepted = 0
         full_length = 0
-        for group in cycle(order):
+        for group in cycle(self._lookup_order):
             manager = managers[group]
             if group in found and isinstance(manager, FullAttentionManager):
-                del found[group][length // manager.block_size :]
+                found[group] = found[group][: length // manager.block_size]
             else:
                 found[group] = manager.find_longest_cache_hit(request, length)
             hit_length = len(found[group]) * manager.block_size

@@ -164,7 +164,7 @@ class KVCacheManager:
         if self.log_stats:
             preempted = getattr(request, "num_preemptions", 0) > 0
             self._stats.record(request.num_tokens, num_tokens, preempted=preempted)
-        blocks = KVCacheBlocks(tuple(map(tuple, groups))) if num_tokens else self.empty_kv_cache_blocks
+        blocks = KVCacheBlocks(groups) if num_tokens else self.empty_kv_cache_blocks
         self._admission.note_lookup(request, blocks, num_tokens)
         return blocks, num_tokens
 

@@ -86,10 +86,10 @@ class SingleTypeKVCacheManager(ABC):
         self.block_size = kv_cache_spec.block_size
 
     @abstractmethod
-    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlock, ...]:
         """The blocks of the longest prefix, at most ``max_length`` tokens, that this group can serve from the index.
 
-        The hit ends at a multiple of ``alignment_tokens``; its length is that of the list times the block size.
+        The hit ends at a multiple of ``alignment_tokens``; its length is that of the tuple times the block size.
         Positions that no later token reads hold the null block.
         """
 

@@ -17,7 +17,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         assert isinstance(kv_cache_spec, ChunkedLocalAttentionSpec)
         self.attention_chunk_size = kv_cache_spec.attention_chunk_size
 
-    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlock, ...]:
         """Null for the blocks of earlier chunks, then the run of cached blocks from the start of the chunk on.
 
         A chunk's start is always a hit: the token there reads nothing before it. O(blocks of a chunk), unless alignment
@@ -34,7 +34,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
             hit_length -= hit_length % self.alignment_tokens
             if hit_length >= chunk_start:
                 del blocks[hit_length // self.block_size - first :]
-                return [self.block_pool.null_block] * first + blocks
+                return self.block_pool.null_blocks(first) + tuple(blocks)
             length = hit_length
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:

@@ -12,13 +12,13 @@ from kvcore.single_type.base import SingleTypeKVCacheManager
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Block tables of a group whose tokens read everything before them."""
 
-    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlock, ...]:
         """The run of cached blocks from the first one on. O(hit blocks)."""
         blocks = self._cached_run(request, 0, max_length // self.block_size)
         hit_length = len(blocks) * self.block_size
         if excess := hit_length % self.alignment_tokens:
             del blocks[(hit_length - excess) // self.block_size :]
-        return blocks
+        return tuple(blocks)
 
     def get_num_common_prefix_blocks(
         self, request_id: RequestId, num_running_requests: int, pinned: Mapping[int, int]

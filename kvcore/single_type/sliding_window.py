@@ -18,7 +18,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.sliding_window = kv_cache_spec.sliding_window
         self._blocks_of_window = cdiv(self.sliding_window - 1, self.block_size)
 
-    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlock, ...]:
         """The rightmost run of cached blocks that covers a window, or a shorter one that begins at the first block.
 
         O(blocks / window) where nothing is cached, O(blocks of a window) where the end of the prefix is.
@@ -32,10 +32,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             # From the left: a miss there rules out the most candidates at once.
             run = self._cached_run(request, begin, end)
             if begin + len(run) == end:
-                return [self.block_pool.null_block] * begin + run
+                return self.block_pool.null_blocks(begin) + tuple(run)
             # Every run that ends after the miss contains it, down to the next aligned end.
             end = (begin + len(run)) // step * step
-        return []
+        return ()
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens before the window of the next token: all but the last ``sliding_window - 1`` computed ones."""
