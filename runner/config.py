@@ -36,6 +36,9 @@ class EngineConfig:
             installed and takes the model, else "torch".
         cuda_graphs: Capture decode steps in CUDA graphs and replay them. None: where model, backend and device let it;
             True: or refuse.
+        packed_weights: On a CPU, keep the weights of linear layers a second time, in the order in which products read
+            them. Steps get faster; it takes as much memory as the weights. None: where torch can, and that is at most a
+            quarter of the machine's memory; True: or refuse.
         block_size: Tokens per block. None: what suits the backend, 16 for most. Layers that store fewer bytes per token
             than others get longer blocks.
         kv_cache_memory: Bytes for the cache. None: 1 GiB on a CPU, 80% of what the weights leave free on a GPU.
@@ -64,6 +67,7 @@ class EngineConfig:
     device: str | None = None
     attention_backend: str | None = None
     cuda_graphs: bool | None = None
+    packed_weights: bool | None = None
     block_size: int | None = None
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
@@ -101,8 +105,10 @@ class EngineConfig:
                 f"eviction_policy must be one of {', '.join(sorted(POLICIES))}, a policy, or a class of policies; got "
                 f"{self.eviction_policy!r}"
             )
-        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
-            raise EngineConfigError(f"cuda_graphs must be True, False or None, got {self.cuda_graphs!r}")
+        for name in ("cuda_graphs", "packed_weights"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise EngineConfigError(f"{name} must be True, False or None, got {value!r}")
         if self.kv_cache_memory is not None and self.num_blocks is not None:
             raise EngineConfigError("pass either kv_cache_memory or num_blocks, not both")
 

@@ -17,12 +17,13 @@ from kvcore.planning import CapacityReport, plan_kv_cache
 from runner import hf_attention
 from runner.attention import make_backend
 from runner.config import EngineConfig, check_memory
-from runner.errors import RunnerError
+from runner.errors import EngineConfigError, RunnerError
 from runner.kv_cache import torch_dtype
 from runner.layers import check_positions, specs_of
 from runner.loader import find_model
 from runner.model_runner import ModelRunner
 from runner.outputs import RequestOutput
+from runner.packed_linear import Packing, pack_linear_layers, unpack_linear_layers
 from runner.prompts import Prompt, as_list, eos_token_ids
 from runner.request_loop import RequestLoop, checked_params
 from runner.sampling import SamplingParams
@@ -40,7 +41,8 @@ class Engine(RequestLoop):
 
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: its attention becomes the
-            paged one; ``model.set_attn_implementation("sdpa")`` gives it back.
+            paged one; ``model.set_attn_implementation("sdpa")`` gives it back. Its linear layers may get packed
+            weights beside their own, see :mod:`runner.packed_linear`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
 
@@ -52,6 +54,7 @@ class Engine(RequestLoop):
         manager: The books.
         scheduler: Who runs.
         model_runner: What computes.
+        packing: The packed weights of the model's linear layers, or why there are none.
         num_computed_tokens: Tokens computed so far, of prompts and outputs; cache hits are not among them.
 
     Raises:
@@ -86,6 +89,7 @@ class Engine(RequestLoop):
         check_positions(
             model.config, max_model_len=self.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self.packing = _pack(model, config.packed_weights)
         manager = KVCacheManager(
             self.kv_cache_config,
             self.max_model_len,
@@ -232,3 +236,14 @@ class Engine(RequestLoop):
                 f"{len(self._live)} requests are under way: generate and stream want the engine to themselves; use "
                 "add_request and step to mix"
             )
+
+
+def _pack(model: PreTrainedModel, wanted: bool | None) -> Packing:
+    """As ``EngineConfig.packed_weights`` says."""
+    if wanted is False:
+        unpack_linear_layers(model)  # where an engine before this one packed them
+        return Packing(because="not asked for")
+    packing = pack_linear_layers(model, whatever_it_takes=wanted is True)
+    if wanted and not packing.num_bytes:
+        raise EngineConfigError(f"packed_weights=True, but {packing.because}: leave it out to run without")
+    return packing

@@ -47,4 +47,8 @@ def start_report(engine: Engine) -> str:
         rows.insert(2, ("CUDA graphs", f"decode steps of up to {sizes[-1]:,} requests, in {len(sizes)} sizes"))
     elif model.device.type == "cuda":
         rows.insert(2, ("CUDA graphs", f"none: {runner.no_graphs_because}"))
+    if engine.packing.num_bytes:
+        rows.insert(1, ("packed weights", f"{size(engine.packing.num_bytes)} besides, for linear layers"))
+    elif model.device.type == "cpu":
+        rows.insert(1, ("packed weights", f"none: {engine.packing.because}"))
     return "\n".join((*(f"{name:<14} {value}" for name, value in rows), str(engine_capacity(engine))))

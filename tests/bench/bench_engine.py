@@ -1,7 +1,8 @@
 """Measures the runner's engine beside what transformers has, on requests that share a long system prompt.
 
-One process, one model. Each way serves the same prompts, all there when its clock starts, and generates the same number
-of tokens for each, greedily. Prints Markdown tables; progress goes to the standard error.
+One model; one process, but for ``generate_batch``, which is given one for each call. Each way serves the same prompts,
+all there when its clock starts, and generates the same number of tokens for each, greedily. Prints Markdown tables;
+progress goes to the standard error.
 
 Exits with 1 if one-by-one ``generate`` and the engine, cold and warm, do not give the same tokens.
 """
@@ -13,7 +14,7 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from transformers import PreTrainedModel
 from examples.demo_shared_prompt import SYSTEM_PROMPT
 from runner import Engine, EngineConfig
 from runner.loader import find_model
-from tests.bench import engine_decode, engine_tables, peer, report
-from tests.bench.engine_contenders import Prompts, Served, by_engine, by_generate, by_generate_batch
+from tests.bench import engine_batch, engine_decode, engine_tables, peer, report
+from tests.bench.engine_contenders import Prompts, Served, by_engine, by_generate
 
 THINGS = (
     "the sky", "a violin", "the moon", "bread", "a glacier", "the Odyssey", "a lighthouse", "salt", "the Sahara",
@@ -53,9 +54,6 @@ def serve(model: PreTrainedModel, prompts: Prompts, max_tokens: int, repetitions
     # The first calls of a process are slow: threads start, memory is mapped. Other prompts, so that nothing is cached.
     other = [prompt[::-1] for prompt in prompts[:2]]
     by_generate(model, other[:1], 2)
-    own, whole = by_generate_batch(model, prompts, max_tokens)
-    yield "generate_batch", own
-    yield "generate_batch_call", whole
     yield "generate", by_generate(model, prompts, max_tokens)
     off = Engine(model, None, EngineConfig(enable_caching=False))
     by_engine(off, other, 2)
@@ -90,12 +88,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "shared_tokens": args.shared_tokens,
         "max_tokens": args.max_tokens,
         "served": {},
+        "not_served": {},
     }
 
-    def keep(served: Iterator[tuple[str, Served]], suffix: str = "") -> None:
+    def keep(served: Iterable[tuple[str, Served]], suffix: str = "") -> None:
         for name, one in served:
             peer.progress(f"{name}{suffix}: {one.seconds:.2f} s, {one.tokens_per_second:.1f} tokens/s")
             results["served"].setdefault(name + suffix, []).append(asdict(one))
+
+    for name, by_defaults in (("generate_batch_defaults", True), ("generate_batch", False)):
+        served = engine_batch.in_a_process(
+            args.model,
+            prompts,
+            args.max_tokens,
+            threads=args.threads,
+            by_defaults=by_defaults,
+            memory_gib=args.batch_memory,
+        )
+        if isinstance(served, str):
+            peer.progress(f"{name}: {served}")
+            results["not_served"][name] = served
+        else:
+            keep(zip((name, f"{name}_call"), served, strict=True))
 
     device = torch.device("cpu")
     model = source.load_model(dtype=torch.float32, device=device)
@@ -116,6 +130,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32, help="new ones for each prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="that torch computes with (default: %(default)s)")
     parser.add_argument("--reps", type=int, default=3, help="repetitions of the engine, of which the median counts")
+    parser.add_argument(
+        "--batch-memory",
+        type=float,
+        metavar="GIB",
+        help="that generate_batch may take beyond the model (default: what is free)",
+    )
     parser.add_argument(
         "--contexts",
         type=int,

@@ -77,10 +77,17 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> Se
     return Served(time.perf_counter() - start, first_tokens, tokens)
 
 
-def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> tuple[Served, Served]:
+def by_generate_batch(
+    model: PreTrainedModel, prompts: Prompts, max_tokens: int, *, by_defaults: bool
+) -> tuple[Served, Served]:
     """All prompts at once, through ``model.generate_batch``, transformers' continuous batching, with its defaults.
 
-    But its cache has room for all prompts twice over; by default it takes nine tenths of the machine's memory.
+    Args:
+        model: The model.
+        prompts: Token ids.
+        max_tokens: For each prompt.
+        by_defaults: The size of its cache too, nine tenths of the machine's memory. Otherwise, it has room for all
+            prompts twice over.
 
     Returns:
         Two views of one call. By its own clock, which starts when it has taken the prompts: what it sets up before does
@@ -88,9 +95,10 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int)
     """
     config = _greedy(model, max_tokens)
     batching = ContinuousBatchingConfig()
-    # The name changed between versions of transformers.
-    page = batching.page_size if hasattr(batching, "page_size") else batching.block_size
-    batching.num_blocks = 2 * sum(-(-(len(prompt) + max_tokens) // page) for prompt in prompts)
+    if not by_defaults:
+        # The name changed between versions of transformers.
+        page = batching.page_size if hasattr(batching, "page_size") else batching.block_size
+        batching.num_blocks = 2 * sum(-(-(len(prompt) + max_tokens) // page) for prompt in prompts)
     called = time.perf_counter()
     results = model.generate_batch(
         list(prompts),
@@ -99,6 +107,8 @@ def by_generate_batch(model: PreTrainedModel, prompts: Prompts, max_tokens: int)
         record_timestamps=True,
     )
     outputs = list(results.values())  # in the order of the prompts
+    if len(outputs) < len(prompts):
+        raise RuntimeError(f"generate_batch answered {len(outputs)} of {len(prompts)} prompts")
     if failures := [output.error for output in outputs if output.error]:
         raise RuntimeError(f"generate_batch failed: {failures[0]}")
     returned = time.perf_counter()

@@ -171,4 +171,7 @@ def test_it_is_logged_once_where_somebody_listens(caplog: pytest.LogCaptureFixtu
 def test_the_report_on_the_runners_page_is_that_of_the_default_model() -> None:
     page = (Path(__file__).parents[2] / "docs" / "runner.md").read_text("utf-8")
     (shown,) = re.findall(r"```text\n(model .*?)\n```", page, re.DOTALL)
-    assert Engine.from_pretrained(device="cpu").describe() == shown
+    engine = Engine.from_pretrained(device="cpu")
+    if not engine.packing.num_bytes:  # here; what is shown is a machine that can
+        shown = re.sub(r"(?<=\npacked weights ).*", f"none: {engine.packing.because}", shown)
+    assert engine.describe() == shown

@@ -1,0 +1,231 @@
+"""Packed weights: the same product, from the same weight, for as long as that is the weight."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from runner import Engine, EngineConfig, SamplingParams, packed_linear
+from runner.errors import EngineConfigError
+from runner.packed_linear import PackedLinear, Packing, pack_linear_layers, unpack_linear_layers
+from tests.runner.byte_model import byte_model
+from tests.runner.small_models import random_prompts, small_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def linear(dtype: torch.dtype = torch.float32, *, num_in: int = 40, num_out: int = 56, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
+
+
+def packed(layer: nn.Linear) -> nn.Linear:
+    """The layer, packed; skips the test where torch cannot."""
+    packing = pack_linear_layers(layer)
+    if not packing.num_bytes:
+        pytest.skip(f"nothing is packed here: {packing.because}")
+    return layer
+
+
+def reads_packed_weight(layer: nn.Linear) -> bool:
+    """Whether what comes out depends on the packed weight: another one's is put in its place for a moment."""
+    own = layer.packed
+    assert own is not None
+    double = packed(nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype))
+    layer.packed = replace(own, weight=double.packed.weight)
+    rows = torch.ones(2, layer.in_features, dtype=layer.weight.dtype)
+    try:
+        return not torch.allclose(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias), rtol=1e-2)
+    finally:
+        layer.packed = own
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 16), (2, 3, 5), (128,), (1, 129), (300,), (0,)])
+def test_the_product_is_that_of_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
+    layer = linear(dtype, bias=bias)
+    rows = torch.randn(*shape, 40).to(dtype)
+    expected = layer(rows)
+    output = packed(layer)(rows)
+    assert output.shape == expected.shape
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_need_not_lie_one_after_the_other(dtype: torch.dtype) -> None:
+    layer = linear(dtype)
+    rows = torch.randn(40, 7).to(dtype).T
+    expected = layer(rows)
+    torch.testing.assert_close(packed(layer)(rows), expected)
+
+
+@torch.inference_mode()
+def test_weights_packed_with_one_number_of_threads_serve_another() -> None:
+    num_threads = torch.get_num_threads()
+    rows, layer = torch.randn(16, 400), linear(num_in=400, num_out=1000)
+    expected = layer(rows)
+    try:
+        for packing, computing in ((1, 2), (2, 1)):
+            torch.set_num_threads(packing)
+            unpack_linear_layers(layer)
+            packed(layer)
+            torch.set_num_threads(computing)
+            torch.testing.assert_close(layer(rows), expected)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_packing_leaves_parameters_and_modules_where_they_are() -> None:
+    model = byte_model()
+    before = {name: (id(module), list(module.state_dict())) for name, module in model.named_modules()}
+    weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    packed(model)
+    assert {name: (id(module), list(module.state_dict())) for name, module in model.named_modules()} == before
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == weights
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    unpack_linear_layers(model)
+    assert not any(isinstance(module, PackedLinear) or "packed" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_packing_again_takes_the_weights_as_they_are_then() -> None:
+    layer = packed(linear())
+    layer.weight.data.mul_(2)  # which torch does not count as a change
+    assert pack_linear_layers(layer).num_bytes == 4 * 40 * 56
+    assert reads_packed_weight(layer)
+    rows = torch.randn(3, 40)
+    torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["written to", "replaced"])
+def test_a_weight_that_changes_is_read_itself(change: str) -> None:
+    layer = packed(linear())
+    assert reads_packed_weight(layer)
+    if change == "written to":
+        layer.weight.mul_(2)
+    else:
+        layer.weight.data = 2 * layer.weight.data
+    rows = torch.randn(3, 40)
+    torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+    assert not reads_packed_weight(layer)
+
+
+@torch.no_grad()
+def test_a_packed_layer_can_be_cast() -> None:
+    layer = packed(linear()).double()
+    rows = torch.randn(3, 40, dtype=torch.float64)
+    assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+
+
+def test_gradients_go_through_the_weight_itself() -> None:
+    layer = packed(linear())
+    layer(torch.ones(2, 40)).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.full((56, 40), 2.0))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_have_no_packed_weight_and_compute_with_their_own(make_copy) -> None:
+    layer = packed(linear())
+    other = make_copy(layer)
+    assert layer.packed is not None
+    assert other.packed is None
+    with torch.no_grad():
+        other.weight.zero_()
+        assert torch.equal(other(torch.ones(1, 40)), other.bias[None])
+
+
+def test_other_classes_of_layers_are_left_alone() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    layer = Doubling(8, 8)
+    assert pack_linear_layers(layer) == Packing(because="it has no plain linear layers")
+    assert type(layer) is Doubling
+
+
+@pytest.mark.parametrize(
+    ("layer", "because"),
+    [
+        (linear(torch.float64), "there is no packed form for float64"),
+        (linear().to("meta"), "the model is on meta, not on a CPU"),
+        (nn.Sequential(linear(), linear(torch.bfloat16)), "its linear layers differ in device or element type"),
+    ],
+)
+def test_what_cannot_be_packed_says_why(layer: nn.Module, because: str) -> None:
+    assert pack_linear_layers(layer) == Packing(because=because)
+
+
+def test_packed_weights_take_no_more_than_their_share_of_memory_unless_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = linear()
+    num_bytes = packed(layer).weight.nbytes
+    unpack_linear_layers(layer)
+    monkeypatch.setattr(packed_linear, "_memory", lambda: 4 * num_bytes - 1)
+    packing = pack_linear_layers(layer)
+    assert packing.num_bytes == 0
+    assert "more than 25% of this machine's" in packing.because
+    assert type(layer) is nn.Linear
+    assert pack_linear_layers(layer, whatever_it_takes=True).num_bytes == num_bytes
+
+
+def test_a_torch_whose_packed_product_is_another_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(linear(), linear(num_in=56, num_out=64))
+    packed(model)
+    unpack_linear_layers(model)
+    pack, product = packed_linear._method(torch.float32)
+
+    def wrong_for_many_rows(input, *others):
+        return product(input, *others) * (2 if len(input) > 100 and input.shape[-1] == 56 else 1)
+
+    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, wrong_for_many_rows))
+    assert pack_linear_layers(model) == Packing(
+        because="torch's packed product of a weight [64, 56] is not the plain one"
+    )
+    assert not any(isinstance(module, PackedLinear) for module in model)
+
+
+def test_a_torch_that_cannot_pack_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instructions\nat file.cpp")
+
+    layer = linear()
+    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, None))
+    assert pack_linear_layers(layer) == Packing(because="torch cannot pack a weight [56, 40] (no such instructions)")
+    assert type(layer) is nn.Linear
+
+
+def test_an_engine_packs_by_itself_says_so_and_its_tokens_are_those_of_one_that_does_not() -> None:
+    model = small_model("qwen2")  # with biases
+    prompts = random_prompts([3, 40, 90, 121], shared=33)
+    outputs = {}
+    for wanted in (None, False, True):
+        engine = Engine(model, config=EngineConfig(num_blocks=100, packed_weights=wanted))
+        has_packed = any(isinstance(module, PackedLinear) for module in model.modules())
+        if wanted is None and not has_packed:
+            pytest.skip(f"nothing is packed here: {engine.packing.because}")
+        assert has_packed is (wanted is not False)
+        line = next(line for line in engine.describe().splitlines() if line.startswith("packed weights"))
+        assert line == (
+            "packed weights none: not asked for"
+            if wanted is False
+            else f"packed weights {packed_linear.size(engine.packing.num_bytes)} besides, for linear layers"
+        )
+        outputs[wanted] = [out.token_ids for out in engine.generate(prompts, SamplingParams(max_tokens=20))]
+    assert outputs[None] == outputs[False] == outputs[True]
+
+
+def test_an_engine_that_must_pack_and_cannot_refuses() -> None:
+    with pytest.raises(EngineConfigError, match="packed_weights=True, but there is no packed form for float64: leave"):
+        Engine(byte_model().double(), config=EngineConfig(num_blocks=20, packed_weights=True))
