@@ -59,6 +59,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay decode steps as CUDA graphs (default: where model, backend and device let it)",
     )
     group.add_argument(
+        "--packed-weights",
+        action=argparse.BooleanOptionalAction,
+        help="on a CPU, keep linear weights a second time, as products read them (default: where memory is plenty)",
+    )
+    group.add_argument(
         "--kv-cache-memory",
         type=number_of_bytes,
         metavar="SIZE",

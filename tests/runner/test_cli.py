@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from runner import cli
 from tests.runner.byte_model import byte_model
@@ -65,6 +66,20 @@ def test_generate_prints_one_json_object_a_line(run: Run, folder: str) -> None:
     assert first == second
     assert first["num_prompt_tokens"] == len("<user>Hi<assistant>")
     assert (first["num_generated_tokens"], first["finish_reason"], len(first["text"])) == (6, "length", 6)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_weights_are_packed_or_not_as_asked_and_the_answer_is_the_same(run: Run, folder: str) -> None:
+    answers = []
+    for option, said in (
+        ("--packed-weights", r"packed weights .* besides"),
+        ("--no-packed-weights", "none: not asked"),
+    ):
+        status, out, err = run("generate", "--model", folder, *SMALL, option, "first")
+        assert status == 0
+        assert re.search(said, err)
+        answers.append(out)
+    assert answers[0] == answers[1]
 
 
 def test_chat_keeps_the_conversation_and_says_what_was_cached(run: Run, folder: str) -> None:
