@@ -76,19 +76,25 @@ class Admission:
     ) -> tuple[Holder, KVCacheBlocks] | None:
         """What :meth:`kvcore.KVCacheManager.allocate_slots` does for a new request, its arguments checked.
 
+        O(hit blocks + new blocks).
+
         Args:
-            num_computed_tokens: Tokens of the hits and external ones together; the others are as they were given.
+            request: One that holds nothing.
+            hits: Its hits, as :meth:`check` has let them pass.
+            num_computed_tokens: Tokens of the hits and external ones together. All others are what ``allocate_slots``
+                was given.
 
         Returns:
             The request as one that holds blocks, and the new ones of these; None if they do not fit.
         """
         coordinator = self._coordinator
         request_id = request.request_id
+        known = request.num_tokens  # read before anything changes, as all that is the caller's
         computed = min(num_computed_tokens, self._max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
         num_free_blocks = coordinator.block_pool.get_num_free_blocks() - self._watermark_blocks
         if full_sequence_must_fit:
-            length = min(request.num_tokens, self._max_model_len)
+            length = min(known, self._max_model_len)
             if not coordinator.has_room(length, hits.blocks, computed, num_free_blocks, cap=True):
                 return None
         if not coordinator.has_room(num_tokens, hits.blocks, computed, num_free_blocks - reserved_blocks):
@@ -96,7 +102,7 @@ class Admission:
         coordinator.admit(request, hits.blocks, computed, num_external_computed_tokens)
         groups = coordinator.append_new_blocks(request_id, coordinator.num_new_blocks(request_id, num_tokens))
         if not delay_cache_blocks:
-            coordinator.cache_blocks(request, min(computed + num_new_tokens, num_tokens, request.num_tokens))
+            coordinator.cache_blocks(request, min(computed + num_new_tokens, num_tokens, known))
         holder = Holder(request, coordinator, self._max_model_len, self._no_blocks)
         return holder, KVCacheBlocks(groups) if any(groups) else self._no_blocks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcore.coordinator import KVCacheCoordinator
 from kvcore.errors import (
     ComputedTokensError,
@@ -42,8 +44,16 @@ def check_same_request(request: RequestLike, holder: RequestLike) -> None:
         )
 
 
+def check_num_tokens(request: Any) -> None:
+    """A request of the caller's own class counts its tokens as code that is compiled takes a count."""
+    if not isinstance(request.num_tokens, int):
+        kind = type(request.num_tokens).__name__
+        raise RequestProtocolError(f"num_tokens of request {request.request_id!r} must be an int, got a {kind}")
+
+
 def check_computed(request: RequestLike, num_new_computed_tokens: int) -> None:
     """A request cannot have more computed tokens than tokens."""
+    check_num_tokens(request)
     computed = request.num_computed_tokens
     if not isinstance(computed, int) or computed < 0 or computed + num_new_computed_tokens > request.num_tokens:
         raise ComputedTokensError(
@@ -67,14 +77,19 @@ ATTRIBUTES = ("block_hashes", "block_contents")
 EVENT_ATTRIBUTES = (*ATTRIBUTES, "token_ids", "extra_keys")
 
 
-def check_protocol(request: RequestLike, *, events: bool) -> None:
-    """A request of the caller's own class has what will be read later, half way through a change."""
+def check_protocol(request: Any, *, events: bool) -> None:
+    """A request of the caller's own class has what will be read later, half way through a change, and in the type that
+    code which is compiled takes."""
     for attribute in EVENT_ATTRIBUTES if events else ATTRIBUTES:
         if not hasattr(request, attribute):
             raise RequestProtocolError(
                 f"request {request.request_id!r} has no attribute {attribute}: {type(request).__name__} must have what "
                 "kvcore.request.RequestLike lists, and EventRequest where KV events are on"
             )
+    check_num_tokens(request)
+    if len(hashes := request.block_hashes) and not isinstance(hashes[0], bytes):
+        kind = type(hashes[0]).__name__
+        raise RequestProtocolError(f"block_hashes of request {request.request_id!r} must be bytes, got a {kind}")
 
 
 def check_admission(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from kvcore.blocks import KVCacheBlock
 from kvcore.extra_keys import BlockExtraKeys, ExtraKeys
@@ -70,6 +71,10 @@ class PrefixContents:
         # For each hash block, a span that holds it and, with its parents, the whole prefix before it. Own spans are
         # made when asked for; spans of others take their place once they are found to be equal.
         self._spans: list[TokenSpan] = []
+
+    def __reduce__(self) -> tuple[type[PrefixContents], tuple[Any, ...]]:
+        """For copies and pickles: the spans, which hang together with those of others, are made anew."""
+        return PrefixContents, (self._token_ids, self._block_hashes, self._extra_keys, self._block_size)
 
     def span(self, index: int) -> TokenSpan:
         """The span of hash block ``index``. O(1) for a block that has one, and for the next.

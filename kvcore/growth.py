@@ -71,6 +71,7 @@ class Holder:
         """
         request, coordinator = self.request, self._coordinator
         request_id = request.request_id
+        known = request.num_tokens  # read before anything changes, as all that is the caller's
         computed = min(request.num_computed_tokens, self._max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
         if computed >= self.skip_at:
@@ -79,7 +80,7 @@ class Holder:
             self.skip_at = coordinator.next_skip_at(request_id)
         num_free_blocks = coordinator.block_pool.free_block_queue.num_free_blocks
         if full_sequence_must_fit:
-            length = min(request.num_tokens, self._max_model_len)
+            length = min(known, self._max_model_len)
             if coordinator.get_num_blocks_to_grow(request_id, length, cap=True) > num_free_blocks:
                 return None
         num_new_blocks = coordinator.num_new_blocks(request_id, num_tokens) if num_tokens > self.num_slots else ()
@@ -90,7 +91,7 @@ class Holder:
             new_blocks = KVCacheBlocks(coordinator.append_new_blocks(request_id, num_new_blocks))
             self.num_slots = coordinator.num_slots(request_id)
             self.quiet_tokens = min(self.num_slots + 1, self.register_at)
-        num_finished_tokens = min(computed + num_new_tokens, num_tokens, request.num_tokens)
+        num_finished_tokens = min(computed + num_new_tokens, num_tokens, known)
         if num_finished_tokens >= self.register_at and not delay_cache_blocks:
             coordinator.cache_blocks(request, num_finished_tokens)
             self.note_registered()

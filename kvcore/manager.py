@@ -37,7 +37,8 @@ class KVCacheManager:
     admits it with those hits and gives it blocks for the tokens of its next step, then again in every step;
     :meth:`free` takes the blocks back. Between the calls the engine computes and sets ``request.num_computed_tokens``.
 
-    Not thread-safe: one scheduler, one thread. Every call that raises leaves the books as they were.
+    Not thread-safe: one scheduler, one thread. Every call that raises leaves the books as they were, unless what raised
+    was an eviction policy of your own.
 
     Args:
         kv_cache_config: Groups and size of the pool.

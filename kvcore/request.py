@@ -80,7 +80,7 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        request_id: RequestId,
         prompt_token_ids: Iterable[int],
         *,
         block_hasher: BlockHasher | None = None,

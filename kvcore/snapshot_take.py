@@ -61,7 +61,7 @@ def take_snapshot(
         queue=tuple(block.block_id for block in pool.policy),
         requests=tuple(
             RequestSnapshot(
-                str(request.request_id),
+                request.request_id if isinstance(request.request_id, str) else repr(request.request_id),
                 request.num_tokens,
                 request.num_computed_tokens,
                 tuple(map(tuple, manager.get_block_ids(request.request_id))),

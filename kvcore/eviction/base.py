@@ -21,7 +21,8 @@ class EvictionPolicy(Protocol):
     remember what it gave away. And a block that is with the policy may lose its hash, when it is evicted by id or the
     cache is reset: it is reused then, and released again with the unhashed ones.
 
-    Every call is O(1) a block, amortized. :func:`kvcore.testing_eviction.check_eviction_policy` tests all of this.
+    No call may raise: it comes in the middle of a change of the books. Every call is O(1) a block, amortized.
+    :func:`kvcore.testing_eviction.check_eviction_policy` tests all of this but the first.
 
     A policy may have two things more. ``serve(request, tables)`` is called before the blocks of a request come back:
     ``tables`` are its block tables, one for each group, the blocks that other requests still hold and null blocks

@@ -4,8 +4,8 @@ changes the books (rule 11)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from kvcore import (
     OutOfBlocksError,
     QueueError,
     Request,
+    RequestProtocolError,
     SlidingWindowSpec,
     StaleHitError,
     TokenRangeError,
@@ -877,7 +878,48 @@ class EventlessRequest(BareRequest):
     block_contents: None = None
 
 
+class OwnRequest:
+    """A request of the caller's own class, without hashes."""
+
+    request_id = "own"
+    num_computed_tokens = 0
+    block_contents = None
+
+    def __init__(self, num_tokens: object, block_hashes: Sequence[object] = ()) -> None:
+        self.num_tokens = num_tokens
+        self.block_hashes = block_hashes
+
+
 class TestRequests:
+    @pytest.mark.parametrize("num_tokens", [13.0, "13", None])
+    def test_whose_count_of_tokens_is_no_whole_number(self, num_tokens: object) -> None:
+        manager = KVCacheManager(make_config(), 1000)
+        with refused(RequestProtocolError, "num_tokens of request 'own' must be an int, got a", manager):
+            manager.allocate_slots(OwnRequest(num_tokens), 4)
+
+    def test_whose_count_of_tokens_is_a_numpy_integer(self) -> None:
+        # Compiled code takes it for no int; that must not show half way through a change.
+        numpy = pytest.importorskip("numpy")
+        manager = KVCacheManager(make_config(), 1000)
+        with refused(RequestProtocolError, "must be an int, got a int64", manager):
+            manager.allocate_slots(OwnRequest(numpy.int64(13)), 4)
+        request = OwnRequest(13)
+        assert manager.allocate_slots(request, 4) is not None
+        request.num_computed_tokens, request.num_tokens = 4, numpy.int64(14)
+        for _ in range(2):
+            with suppress(TypeError):  # taken where kvcore is not compiled
+                manager.allocate_slots(request, 4)
+            manager.check_invariants()
+        manager.free(request)
+        assert manager.usage == 0
+
+    @pytest.mark.parametrize("block_hash", [1, "a", memoryview(b"a")])
+    def test_whose_hashes_are_not_bytes(self, block_hash: object) -> None:
+        manager = KVCacheManager(make_config(), 1000)
+        for call in (manager.get_computed_blocks, lambda request: manager.allocate_slots(request, 4)):
+            with refused(RequestProtocolError, "block_hashes of request 'own' must be bytes, got a", manager):
+                call(OwnRequest(13, [block_hash] * 3))
+
     def test_longer_than_the_longest_sequence_get_no_slots_beyond_it(self) -> None:
         manager = make_manager(max_model_len=8)
         request = make_request("a", range(20))

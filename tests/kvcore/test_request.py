@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from array import array
+from collections.abc import Callable
 
 import pytest
 
-from kvcore import BlockHasher, LoRAAdapter, MultiModalItem, Request
+from kvcore import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+    LoRAAdapter,
+    MultiModalItem,
+    Request,
+)
 
 HASHER = BlockHasher(4)
 
@@ -100,3 +112,22 @@ def test_it_says_how_far_it_is() -> None:
     request.append_output_token_ids(1)
     request.num_computed_tokens = 5
     assert repr(request) == "Request('r', num_prompt_tokens=5, num_tokens=6, num_computed_tokens=5)"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda request: pickle.loads(pickle.dumps(request))])
+def test_a_copy_hits_what_the_request_left_and_grows_by_itself(copied: Callable[[Request], Request]) -> None:
+    manager = KVCacheManager(
+        KVCacheConfig(20, [KVCacheGroupSpec(["layer"], FullAttentionSpec(4, 1, 1, "float32"))]), 100
+    )
+    request = Request("r", range(13), block_hasher=HASHER, cache_salt="salt")
+    assert request.block_contents is not None  # hits are verified
+    manager.allocate_slots(request, 13)
+    twin = copied(request)
+    assert manager.get_computed_blocks(twin)[1] == 12
+    twin.append_output_token_ids([13, 14, 15])
+    assert (twin.num_tokens, len(twin.block_hashes)) == (16, 4)
+    assert (request.num_tokens, len(request.block_hashes)) == (13, 3)
+    request.append_output_token_ids([13, 14, 15])
+    assert twin.block_hashes == request.block_hashes
+    manager.free(request)
+    assert manager.get_computed_blocks(copied(twin))[1] == 12
