@@ -85,11 +85,22 @@ bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer compiled ## as both, and put tab
 
 # By way of a source distribution: compiled among the sources, the modules would stay there and be imported.
 compiled: $(STAMPS)/dev ## compile kvcore's hot path, with a C compiler: a wheel in artifacts/dist, and what is in it unpacked
+	@$(BIN)/python -c "$$CAN_COMPILE"
 	@rm -rf artifacts/dist $(COMPILED) && mkdir -p artifacts/dist
 	@echo "compiling kvcore (half a minute)"
 	@HATCH_BUILD_HOOKS_ENABLE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
 	  $(BIN)/python -m build --outdir artifacts/dist . > artifacts/dist/log 2>&1 || { cat artifacts/dist/log >&2; exit 1; }
 	@$(PIP) install --quiet --no-deps --target $(COMPILED) artifacts/dist/*.whl
+
+define CAN_COMPILE
+import os, shlex, shutil, sys, sysconfig
+compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+if not shutil.which(compiler):
+    sys.exit(f"no C compiler ({compiler}): apt-get install gcc, xcode-select --install, ..., or name one with CC=")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit("the headers of this Python are missing: apt-get install python3-dev, or what your system calls them")
+endef
+export CAN_COMPILE
 
 peer: # an environment with vLLM's manager; nothing if it is there
 	@PYTHON=$(PYTHON) tests/bench/setup_peer.sh $(PEER)
@@ -112,6 +123,7 @@ export IMPORT_TIME
 
 clean: ## remove what the other targets made, .venv included
 	rm -rf $(VENV) $(COMPILED) artifacts/dist site build dist htmlcov .coverage .coverage.* coverage.xml .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kvcore '(' -name '*.so' -o -name '*.pyd' ')' -delete; rm -f kvcore__mypyc*
 	find kvcore runner tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # ---- set up

@@ -1,7 +1,8 @@
 """Measures kvcore and vLLM on the same workloads, in alternating processes, and prints how they compare.
 
 A ratio is vLLM's time divided by kvcore's. Each run gives one, from the medians of two processes that ran one after the
-other; the table shows the median over the runs, and the least and the most. Times are medians over the runs.
+other (for the lines beside the mean, a few later); the table shows the median over the runs, and the least and the
+most. Times are medians over the runs.
 
 Exits with 1 if the two did not find the same tokens in their caches.
 """
@@ -17,23 +18,26 @@ from typing import Any
 from tests.bench import comparison, peer, report
 
 SIDES = {
-    "kvcore": [],
-    "compiled": [],
     "raw": ["--hash", "sha256_raw", "--only", "hash32k"],
     "same_hash": ["--hash", "sha256", "--only", "hash32k"],
     "unverified": ["--no-verify", "--only", "warm_lookup32k"],
+    "kvcore": [],
+    "vllm": [],
+    "compiled": [],
 }
-"""The ways kvcore is measured, by name, and the options of its script for each. ``compiled``: where it was built."""
+"""What is measured, in this order, by name, and the options of its script. ``compiled``: where it was built."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all sides as often as asked; every other time in the opposite order."""
     python = peer.python_of(args)
     options = ["--reps", str(args.reps), "--clock", args.clock]
-    sides = [*SIDES, "vllm"]
+    sides = list(SIDES)
     if not args.compiled_dir.exists():
         peer.progress(f"no compiled kvcore in {args.compiled_dir}, so none is measured; to build it: make compiled")
         sides.remove("compiled")
+    elif not _same_source(args.compiled_dir, peer.ROOT):
+        sys.exit(f"kvcore in {args.compiled_dir} was compiled from other source than this: make compiled")
     runs = []
     for number in range(1, args.runs + 1):
         run = {}
@@ -44,12 +48,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             else:
                 installed = args.compiled_dir if side == "compiled" else peer.ROOT
                 run[side] = peer.run_kvcore([*options, *SIDES[side]], installed=installed)
-                if run[side]["manager"]["compiled"] != (side == "compiled"):
-                    sys.exit(
-                        f"kvcore in {installed} should {'' if side == 'compiled' else 'not '}be compiled: make clean"
-                    )
+                if side == "compiled" and not run[side]["manager"]["compiled"]:
+                    sys.exit(f"kvcore in {installed} is compiled for another Python than this: make compiled")
+                if side != "compiled" and run[side]["manager"]["compiled"]:
+                    sys.exit(f"compiled modules lie among the sources in {installed}/kvcore: make clean")
         runs.append(run)
     return {"machine": report.machine(), "repetitions": args.reps, "runs": runs}
+
+
+def _same_source(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same kvcore, compiled or not."""
+    texts = [
+        {path.relative_to(folder): path.read_bytes() for path in folder.glob("kvcore/**/*.py")}
+        for folder in (one, other)
+    ]
+    return texts[0] == texts[1]
 
 
 def section(results: dict[str, Any], compared: comparison.Comparison) -> str:

@@ -157,7 +157,7 @@ def _extra_rows(runs: Sequence[Run]) -> Iterable[Row]:
     for groups in ALL_GROUPS:
         key = f"{groups.name}.grow"
         ours = median([run["kvcore"]["medians"][key] for run in runs])
-        compiled = median(times) if (times := _compiled_times(runs, key)) else None
+        compiled = median(times.values()) if (times := _compiled_times(runs, key)) else None
         note = f"kvcore only; aimed at: under {TARGET_GROW_US} us"
         yield Row(f"that call alone, {groups.name}", "us", None, ours, note=note, compiled=compiled)
 
@@ -176,8 +176,8 @@ def _row(
     theirs = [run["vllm"]["medians"][key] for run in runs]
     ours = [run[side]["medians"][ours_key or key] for run in runs]
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-    compiled = _compiled_times(runs, ours_key or key) if side == "kvcore" else []
-    compiled_ratios = [their / our for their, our in zip(theirs, compiled, strict=False)]
+    compiled = _compiled_times(runs, ours_key or key) if side == "kvcore" else {}
+    compiled_ratios = [theirs[number] / time for number, time in compiled.items()]
     return Row(
         title,
         unit,
@@ -186,14 +186,14 @@ def _row(
         ratios,
         target,
         note,
-        median(compiled) if compiled else None,
+        median(compiled.values()) if compiled else None,
         compiled_ratios,
     )
 
 
-def _compiled_times(runs: Sequence[Run], key: str) -> list[float]:
-    """What kvcore compiled took in each run; nothing if it was not measured."""
-    return [run["compiled"]["medians"][key] for run in runs if "compiled" in run]
+def _compiled_times(runs: Sequence[Run], key: str) -> dict[int, float]:
+    """What kvcore compiled took, by the index of the run, for those that measured it."""
+    return {number: run["compiled"]["medians"][key] for number, run in enumerate(runs) if "compiled" in run}
 
 
 def _equal_hits(runs: Sequence[Run]) -> dict[str, int]:

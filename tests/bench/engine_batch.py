@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +83,8 @@ def _limit_memory(gib: float | None) -> None:
     status = dict(_sizes(Path("/proc/self/status")))
     if "MemAvailable" not in meminfo or "VmSize" not in status:
         return
+    import resource  # not everywhere
+
     more = meminfo["MemAvailable"] if gib is None else int(gib * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (status["VmSize"] + more, resource.RLIM_INFINITY))
     with suppress(OSError):  # and if the system does, this process first

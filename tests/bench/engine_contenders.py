@@ -80,7 +80,7 @@ def by_generate(model: PreTrainedModel, prompts: Prompts, max_tokens: int) -> Se
 def by_generate_batch(
     model: PreTrainedModel, prompts: Prompts, max_tokens: int, *, by_defaults: bool
 ) -> tuple[Served, Served]:
-    """All prompts at once, through ``model.generate_batch``, transformers' continuous batching, with its defaults.
+    """All prompts at once, through ``model.generate_batch``, transformers' continuous batching.
 
     Args:
         model: The model.

@@ -14,9 +14,9 @@ Results = Mapping[str, Any]
 
 TITLES = {
     "generate_batch_defaults": "`generate_batch` of transformers, by its defaults",
-    "generate_batch_defaults_call": "the same call, its set-up counted",
+    "generate_batch_defaults_call": "the same, its set-up counted: by its defaults",
     "generate_batch": "`generate_batch` of transformers, its cache sized for the work",
-    "generate_batch_call": "the same call, its set-up counted too",
+    "generate_batch_call": "the same, its set-up counted: its cache sized",
     "generate": "`generate` of transformers, one by one",
     "off": "engine, cache off",
     "cold": "engine, cold",
@@ -31,7 +31,7 @@ EQUAL = ("off", "cold", "warm")
 """Whose tokens must be those of the reference."""
 
 OPTIONAL = ("generate_batch_defaults", "generate_batch_defaults_call", "generate_batch", "generate_batch_call")
-"""What may be missing, where memory is too small for it."""
+"""What may be missing: where memory is too small for it, or it takes too long."""
 
 AIMS = (
     ("cold", "generate_batch_defaults", 12.0, 15.0),

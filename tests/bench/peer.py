@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-DEFAULT_DIR = Path(".venv", "vllm")
+DEFAULT_DIR = Path("artifacts", "peer")
 """Where ``make bench`` puts the environment that has vLLM, relative to :data:`ROOT`."""
 
 COMPILED_DIR = ROOT / "artifacts" / "compiled"
