@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from kvcore.eviction import POLICIES, PolicyChoice
 from kvcore.planning_hf import max_model_len_from_hf_config
 from kvcore.planning_text import size
 from runner.errors import EngineConfigError
+from runner.machine import machine_memory
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Element types of weights and cache, by the names that torch has for them."""
@@ -171,10 +171,8 @@ def check_memory(cache_bytes: int, device: torch.device) -> None:
     Raises:
         EngineConfigError: With both sizes.
     """
-    if device.type != "cpu" or not hasattr(os, "sysconf"):
-        return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if cache_bytes > memory:
+    memory = machine_memory()
+    if device.type == "cpu" and memory is not None and cache_bytes > memory:
         raise EngineConfigError(
             f"the cache takes {size(cache_bytes)} and this machine has {size(memory)} of memory: lower kv_cache_memory "
             "or num_blocks"

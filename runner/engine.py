@@ -41,8 +41,9 @@ class Engine(RequestLoop):
 
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: its attention becomes the
-            paged one; ``model.set_attn_implementation("sdpa")`` gives it back. Its linear layers may get packed
-            weights beside their own, see :mod:`runner.packed_linear`.
+            paged one, and its linear layers may get packed weights beside their own. To give it back:
+            ``model.set_attn_implementation("sdpa")`` and :func:`runner.packed_linear.unpack_linear_layers`. Whoever
+            changes its weights meanwhile calls :meth:`weights_changed`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
 
@@ -229,6 +230,24 @@ class Engine(RequestLoop):
             self._is_reserved = False
             for request_id in list(self._live):
                 self.abort(request_id)
+
+    def weights_changed(self) -> None:
+        """Forget what the old weights have left: keys and values in the cache, packed weights, CUDA graphs.
+
+        To be called when weights were written to or replaced: an adapter merged, an update taken over from training.
+
+        Raises:
+            RunnerError: Requests are under way, whose keys and values are of the old weights.
+        """
+        if self._live:
+            raise RunnerError(
+                f"{len(self._live)} requests are under way, with keys and values of the old weights: let them finish "
+                "before the weights change, or abort them"
+            )
+        self._forget_everything()
+        self.packing = _pack(self.model_runner.model, self.config.packed_weights)
+        if self.model_runner.graphs is not None:
+            self.model_runner.capture_graphs(required=self.config.cuda_graphs is True)
 
     def _check_idle(self) -> None:
         if self._live:

@@ -7,7 +7,6 @@ product is the same, but for the order of its sums, which differs between batche
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvcore.planning_text import size
+from runner.machine import machine_memory
 
 ROWS = 128
 """Rows that weights are packed for. Products of any number are right, and few are slower than without.
 
 MKL decides by it how its threads divide the work: packed for 2,048 rows, products of 16 take nearly twice as long.
 """
+
+ERROR = {torch.float32: 64, torch.bfloat16: 4}
+"""Most that a packed product may differ from the plain one, in units of rounding of the largest value."""
 
 MEMORY_SHARE = 0.25
 """Of the machine's memory: most that packed weights take where nobody asked for them."""
@@ -45,14 +48,15 @@ class Packed:
     weight: torch.Tensor
     product: Product
     origin: torch.Tensor
-    state: tuple[int, int, torch.dtype]
+    state: tuple[object, ...]
 
 
 class PackedLinear(nn.Linear):
     """A linear layer that has a packed weight beside its own. Layers become one by :func:`pack_linear_layers`.
 
-    Computes as any other where gradients are wanted, and where its weight has been written to or replaced since; but
-    torch does not count what is written through ``weight.data``. Copies of the layer have no packed weight.
+    Computes as any other where gradients are wanted, under autocast, and where its weight has been written to or
+    replaced since; but torch does not count what is written through ``weight.data`` or a numpy array of the same
+    memory: pack again after that. Copies of the layer have no packed weight.
     """
 
     packed: Packed | None = None
@@ -60,7 +64,14 @@ class PackedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., N]`` from ``[..., K]``."""
         packed, weight = self.packed, self.weight
-        if packed is None or torch.is_grad_enabled() or packed.state != _state_of(weight):
+        if (
+            packed is None
+            or torch.is_grad_enabled()
+            or packed.state != _state_of(weight)
+            or input.dtype != weight.dtype
+            or input.shape[-1:] != weight.shape[1:]
+            or torch.is_autocast_enabled("cpu")
+        ):
             return F.linear(input, weight, self.bias)
         return packed.product(input, packed.weight, weight, self.bias)
 
@@ -91,10 +102,13 @@ def pack_linear_layers(model: nn.Module, *, whatever_it_takes: bool = False) -> 
         model: On its device, in its element type.
         whatever_it_takes: Even if that is more than :data:`MEMORY_SHARE` of the machine's memory.
     """
+    unpack_linear_layers(model)
     layers = list(_linear_layers(model))
     if not layers:
         return Packing(because="it has no plain linear layers")
     weights = [layer.weight for layer in layers]
+    if any(weight.is_inference() for weight in weights):
+        return Packing(because="of weights made under torch.inference_mode, torch does not tell when they change")
     kinds = {(weight.device.type, weight.dtype) for weight in weights}
     if len(kinds) > 1:
         return Packing(because="its linear layers differ in device or element type")
@@ -106,10 +120,13 @@ def pack_linear_layers(model: nn.Module, *, whatever_it_takes: bool = False) -> 
         return Packing(because=method)
     pack, product = method
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    if not whatever_it_takes and num_bytes > MEMORY_SHARE * (memory := _memory()):
-        return Packing(
-            because=f"they would take {size(num_bytes)}, more than {MEMORY_SHARE:.0%} of this machine's {size(memory)}"
-        )
+    if not whatever_it_takes:
+        memory = machine_memory()
+        if memory is None:
+            return Packing(because="the system does not say how much memory there is")
+        if num_bytes > MEMORY_SHARE * memory:
+            share = f"more than {MEMORY_SHARE:.0%} of this machine's {size(memory)}"
+            return Packing(because=f"they would take {size(num_bytes)}, {share}")
     agree: dict[tuple[int, ...], bool] = {}
     for layer in layers:
         weight = layer.weight.detach()
@@ -131,7 +148,7 @@ def pack_linear_layers(model: nn.Module, *, whatever_it_takes: bool = False) -> 
 def unpack_linear_layers(model: nn.Module) -> None:
     """Make the layers what they were."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if type(module) is PackedLinear:  # torch makes subclasses, for parametrizations
             module.__dict__.pop("packed", None)
             module.__class__ = nn.Linear
 
@@ -139,13 +156,14 @@ def unpack_linear_layers(model: nn.Module) -> None:
 def _linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
     """Plain ones; a class of its own may compute something else, or read its weight elsewhere."""
     for module in model.modules():
-        if type(module) in (nn.Linear, PackedLinear) and module.weight.numel() and module.weight.is_contiguous():
+        if type(module) is nn.Linear and module.weight.numel() and module.weight.is_contiguous():
             yield module
 
 
-def _state_of(weight: torch.Tensor) -> tuple[int, int, torch.dtype]:
-    """Changes when the weight is written to, or its memory replaced."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype
+def _state_of(weight: torch.Tensor) -> tuple[object, ...]:
+    """Changes when the weight is written to, or another takes its place."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.shape, weight.stride()
 
 
 def _method(dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product] | str:
@@ -196,11 +214,6 @@ def _agrees(packed: Packed, weight: torch.Tensor) -> bool:
         expected = F.linear(rows, weight).float()
         error = (packed.product(rows, packed.weight, weight, None).float() - expected).abs().max()
         # Not the other way round: of a weight that holds NaN, the error is NaN.
-        if not error <= 64 * torch.finfo(weight.dtype).eps * expected.abs().max():
+        if not error <= ERROR[weight.dtype] * torch.finfo(weight.dtype).eps * expected.abs().max():
             return False
     return True
-
-
-def _memory() -> int:
-    """Bytes of memory that the machine has; 0 where the system does not say."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runner import Engine, EngineConfig, SamplingParams, packed_linear
-from runner.errors import EngineConfigError
+from runner.errors import EngineConfigError, RunnerError
 from runner.packed_linear import PackedLinear, Packing, pack_linear_layers, unpack_linear_layers
 from tests.runner.byte_model import byte_model
 from tests.runner.small_models import random_prompts, small_model
@@ -21,7 +21,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def linear(dtype: torch.dtype = torch.float32, *, num_in: int = 40, num_out: int = 56, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
+    with torch.inference_mode(False):
+        return nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
 
 
 def packed(layer: nn.Linear) -> nn.Linear:
@@ -36,7 +37,8 @@ def reads_packed_weight(layer: nn.Linear) -> bool:
     """Whether what comes out depends on the packed weight: another one's is put in its place for a moment."""
     own = layer.packed
     assert own is not None
-    double = packed(nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype))
+    with torch.inference_mode(False):
+        double = packed(nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype))
     layer.packed = replace(own, weight=double.packed.weight)
     rows = torch.ones(2, layer.in_features, dtype=layer.weight.dtype)
     try:
@@ -172,7 +174,7 @@ def test_packed_weights_take_no_more_than_their_share_of_memory_unless_they_are_
     layer = linear()
     num_bytes = packed(layer).weight.nbytes
     unpack_linear_layers(layer)
-    monkeypatch.setattr(packed_linear, "_memory", lambda: 4 * num_bytes - 1)
+    monkeypatch.setattr(packed_linear, "machine_memory", lambda: 4 * num_bytes - 1)
     packing = pack_linear_layers(layer)
     assert packing.num_bytes == 0
     assert "more than 25% of this machine's" in packing.because
@@ -180,20 +182,91 @@ def test_packed_weights_take_no_more_than_their_share_of_memory_unless_they_are_
     assert pack_linear_layers(layer, whatever_it_takes=True).num_bytes == num_bytes
 
 
-def test_a_torch_whose_packed_product_is_another_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(linear(), linear(num_in=56, num_out=64))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("min_rows", [0, 100])
+def test_a_torch_whose_packed_product_is_another_is_found_out(
+    dtype: torch.dtype, min_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(linear(dtype), linear(dtype, num_in=56, num_out=64))
     packed(model)
     unpack_linear_layers(model)
-    pack, product = packed_linear._method(torch.float32)
+    pack, product = packed_linear._method(dtype)
 
-    def wrong_for_many_rows(input, *others):
-        return product(input, *others) * (2 if len(input) > 100 and input.shape[-1] == 56 else 1)
+    def without_the_last_column(input, *others):
+        output = product(input, *others)
+        if len(input) > min_rows and input.shape[-1] == 56:
+            output[..., -1] = 0
+        return output
 
-    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, wrong_for_many_rows))
+    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, without_the_last_column))
     assert pack_linear_layers(model) == Packing(
         because="torch's packed product of a weight [64, 56] is not the plain one"
     )
     assert not any(isinstance(module, PackedLinear) for module in model)
+
+
+def test_weights_that_torch_keeps_no_count_of_are_not_packed() -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(40, 56)
+    assert "torch.inference_mode" in pack_linear_layers(layer).because
+    assert type(layer) is nn.Linear
+
+
+def test_what_was_packed_is_let_go_of_where_it_cannot_be_packed_anew() -> None:
+    layer = packed(linear())
+    layer.double()
+    assert pack_linear_layers(layer) == Packing(because="there is no packed form for float64")
+    assert type(layer) is nn.Linear
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_turned_round_in_its_own_memory_is_another(dtype: torch.dtype) -> None:
+    layer = linear(dtype, num_in=40, num_out=40)
+    packed(layer)
+    with torch.inference_mode(False):
+        layer.weight = nn.Parameter(layer.weight.detach().t())
+    rows = torch.randn(3, 40).to(dtype)
+    assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+
+
+@torch.inference_mode()
+def test_under_autocast_the_output_is_of_its_type() -> None:
+    layer = linear()
+    packed(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 40)).dtype == torch.bfloat16
+
+
+@torch.inference_mode()
+def test_a_wrong_input_is_refused_as_by_the_plain_layer() -> None:
+    layer = linear(torch.bfloat16)
+    packed(layer)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(3, 41).bfloat16())
+
+
+def test_an_engine_told_of_new_weights_computes_with_them_and_forgets_what_it_cached() -> None:
+    model, other = small_model("qwen2", seed=1), small_model("qwen2", seed=2)
+    prompts = random_prompts([3, 40, 90, 121], shared=33)
+    engine = Engine(model, config=EngineConfig(num_blocks=100))
+    old = [output.token_ids for output in engine.generate(prompts, SamplingParams(max_tokens=12))]
+    for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(new)
+    engine.weights_changed()
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=12))
+    expected = Engine(other, config=EngineConfig(num_blocks=100)).generate(prompts, SamplingParams(max_tokens=12))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected] != old
+    assert [output.num_cached_tokens for output in outputs] == [output.num_cached_tokens for output in expected]
+
+
+def test_weights_cannot_change_under_a_request() -> None:
+    engine = Engine(small_model("qwen2"), config=EngineConfig(num_blocks=100))
+    request_id = engine.add_request([1, 2, 3])
+    with pytest.raises(RunnerError, match="1 requests are under way"):
+        engine.weights_changed()
+    engine.abort(request_id)
+    engine.weights_changed()
 
 
 def test_a_torch_that_cannot_pack_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
