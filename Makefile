@@ -17,7 +17,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compiled compiled unit gpu lint format types docs docs-serve bench bench-engine bench-docs peer import-time clean
+.PHONY: help demo test test-compiled compiled can-compile unit gpu lint format types docs docs-serve bench bench-engine bench-docs peer import-time clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -86,13 +86,15 @@ bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer compiled ## as both, and put tab
 	$(BIN)/python -m tests.bench.bench_engine --update-docs
 
 # By way of a source distribution: compiled among the sources, the modules would stay there and be imported.
-compiled: $(STAMPS)/dev ## compile kvcore's hot path, with a C compiler: a wheel in artifacts/dist, and what is in it unpacked
-	@$(BIN)/python -c "$$CAN_COMPILE"
+compiled: can-compile $(STAMPS)/dev ## compile kvcore's hot path, with a C compiler: a wheel in artifacts/dist, and what is in it unpacked
 	@rm -rf artifacts/dist $(COMPILED) && mkdir -p artifacts/dist
 	@echo "compiling kvcore (half a minute)"
 	@HATCH_BUILD_HOOKS_ENABLE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
 	  $(BIN)/python -m build --outdir artifacts/dist . > artifacts/dist/log 2>&1 || { cat artifacts/dist/log >&2; exit 1; }
 	@$(PIP) install --quiet --no-deps --target $(COMPILED) artifacts/dist/*.whl
+
+can-compile: $(STAMPS)/venv # says what is missing, if anything is
+	@$(BIN)/python -c "$$CAN_COMPILE"
 
 define CAN_COMPILE
 import os, shlex, shutil, sys, sysconfig
