@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, repeat
+from itertools import repeat
 from typing import Any, cast
 
 from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
-from kvcore.contents import TokenSpan
 from kvcore.errors import (
     ConfigError,
     CountError,
@@ -113,6 +112,10 @@ class BlockPool:
                 f"{num_blocks} blocks asked for, {self.get_num_free_blocks()} are free: "
                 "check get_num_free_blocks() first, and preempt a request if they are needed"
             )
+        return self.hand_out(num_blocks)
+
+    def hand_out(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As :meth:`get_new_blocks`, without its checks: for the coordinator, which knows that they are free."""
         blocks = self.policy.take(num_blocks)
         self._unregister(blocks)
         for block in blocks:
@@ -247,20 +250,6 @@ class BlockPool:
         if mask:
             self.register(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, mask)
 
-    def register_one(self, request: RequestLike, block: KVCacheBlock, index: int, kv_cache_group_id: int) -> None:
-        """As :meth:`register`, for the block that ends with hash block ``index``, where there are no events. O(1)."""
-        prefix_hash = request.block_hashes[index]
-        contents = request.block_contents
-        first = self.prefix_index.table(kv_cache_group_id).setdefault(prefix_hash, block)
-        span = None if contents is None else contents.span(index)
-        if first is not block:
-            if contents is not None and not contents.matches(index, first.content):
-                return  # another prefix has this hash, as in register
-            self.prefix_index.add_duplicate(prefix_hash, kv_cache_group_id, block)
-        block.prefix_hash = prefix_hash
-        block.group_id = kv_cache_group_id
-        block.content = span
-
     def register(
         self,
         request: RequestLike,
@@ -276,34 +265,13 @@ class BlockPool:
         At least one block; null blocks only at the start, or masked out.
         """
         scale = block_size // self.hash_block_size
-        start, stop = num_cached_blocks * scale + scale - 1, num_full_blocks * scale
-        contents = request.block_contents
+        indices = range(num_cached_blocks * scale + scale - 1, num_full_blocks * scale, scale)
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
-        hashes = request.block_hashes[start:stop:scale]
-        indices: Sequence[int] = range(start, stop, scale)
-        spans: Iterable[TokenSpan | None] = repeat(None)
-        if contents is not None:
-            spans = contents.spans(stop)[start:stop:scale]
-        rows: Iterable[tuple[KVCacheBlock, bytes, TokenSpan | None, int]]
-        rows = zip(new_blocks, hashes, spans, indices, strict=False)
+        usable = None
         if block_mask is not None or new_blocks[0].is_null:
             mask = block_mask or repeat(True, len(new_blocks))
             usable = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
-            rows = compress(rows, usable)
-            indices = [*compress(indices, usable)]
-        setdefault = self.prefix_index.table(kv_cache_group_id).setdefault
-        stored = indices
-        for block, prefix_hash, span, index in rows:
-            first = setdefault(prefix_hash, block)
-            if first is not block:
-                if contents is not None and not contents.matches(index, first.content):
-                    # Another prefix has this hash: a hit on it could not be told from one on ours.
-                    stored = [i for i in stored if i != index]
-                    continue
-                self.prefix_index.add_duplicate(prefix_hash, kv_cache_group_id, block)
-            block.prefix_hash = prefix_hash
-            block.group_id = kv_cache_group_id
-            block.content = span
+        stored = self.prefix_index.add_n(request, new_blocks, indices, kv_cache_group_id, usable)
         if self.enable_kv_cache_events:
             blocks_range = range(num_cached_blocks, num_full_blocks)
             self._events.append(

@@ -124,13 +124,17 @@ def check_admission(
             )
 
 
-def check_running(request: RequestLike, num_slots: int, hits: KVCacheBlocks, num_new_computed_tokens: int) -> None:
-    """A request that holds blocks takes no hits any more, and has slots for all that it says it has computed."""
+def check_slots(request: RequestLike, num_slots: int) -> None:
+    """A request that holds blocks has slots for all that it says it has computed."""
     if request.num_computed_tokens > num_slots:
         raise ComputedTokensError(
             f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens and slots for "
             f"{num_slots}: count the tokens of a step as computed only if allocate_slots gave it blocks"
         )
+
+
+def check_no_hits(request: RequestLike, hits: KVCacheBlocks, num_new_computed_tokens: int) -> None:
+    """A request that holds blocks takes no hits any more."""
     if num_new_computed_tokens or any(hits.blocks):
         raise HitHandoverError(
             f"request {request.request_id!r} is running and cannot take computed blocks again: "

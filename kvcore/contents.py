@@ -83,20 +83,26 @@ class PrefixContents:
         proved by a few comparisons too.
         """
         spans = self._spans
-        if index != len(spans):
+        if index < len(spans):
+            return spans[index]
+        if index > len(spans):
             return self.spans(index + 1)[index]
+        size = self._block_size
+        tokens = self._token_ids[index * size : (index + 1) * size].tobytes()
+        extra_keys = self._extra_keys.of_blocks(index, index + 1, size) if self._extra_keys else {}
         last = spans[-1] if spans else None
-        span = self._make_span(index, index + 1)
         if (
             last is not None
             and last.stop == index  # else it goes on with another request's tokens
             and index - last.start < MAX_GROWN_BLOCKS
-            and not span.extra_keys
+            and not extra_keys
             and self._block_hashes[index] not in self._block_hashes[last.start : index]
         ):
-            last.tokens += span.tokens
+            last.tokens += tokens
             last.stop += 1
-            span = last
+            spans.append(last)
+            return last
+        span = TokenSpan(last, index, index + 1, tokens, extra_keys)
         spans.append(span)
         return span
 

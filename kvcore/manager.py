@@ -11,15 +11,16 @@ from kvcore.checks import (
     check_computed,
     check_counts,
     check_hashes,
+    check_no_hits,
     check_protocol,
-    check_running,
     check_same_request,
+    check_slots,
 )
 from kvcore.coordinator import make_coordinator
-from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError, UnknownRequestError
+from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError
 from kvcore.events import BlockStored, KVCacheEvent
 from kvcore.eviction import PolicyChoice, policy_name
-from kvcore.growth import Growth, Holder
+from kvcore.growth import Growth, Holder, find_holder, grow_each
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager_log import ManagerLog
 from kvcore.request import RequestId, RequestLike
@@ -263,7 +264,8 @@ class KVCacheManager:
         check_blocks(hits)
         if holder is not None:
             check_same_request(request, holder.request)
-            check_running(request, holder.num_slots, hits, num_new_computed)
+            check_slots(request, holder.num_slots)
+            check_no_hits(request, hits, num_new_computed)
             return holder.grow(
                 num_new_tokens,
                 num_lookahead_tokens,
@@ -313,34 +315,11 @@ class KVCacheManager:
         check_counts("num_new_tokens num_lookahead_tokens", num_new_tokens, num_lookahead_tokens)
         if not num_new_tokens:
             raise CountError("num_new_tokens must be at least 1: there is nothing to allocate")
-        num_more = num_new_tokens + num_lookahead_tokens
-        holders = self._holders
-        due = []
-        for index, request in enumerate(requests):
-            holder = holders.get(request.request_id)
-            computed = request.num_computed_tokens
-            if (
-                holder is None
-                or type(computed) is not int
-                or computed + num_more >= holder.quiet_tokens
-                or not 0 <= computed < holder.skip_at
-                or holder.request is not request
-                or computed > request.num_tokens
-            ):
-                holder = self._holder(request.request_id)
-                check_same_request(request, holder.request)
-                check_computed(request, 0)
-                check_running(request, holder.num_slots, self.empty_kv_cache_blocks, 0)
-                due.append((index, holder))
-        new_blocks: dict[int, KVCacheBlocks] = {}
-        for index, holder in due:
-            blocks = holder.grow(num_new_tokens, num_lookahead_tokens)
-            if blocks is None:
-                self._log.refused(requests[index])
-                return Growth(index, new_blocks)
-            if blocks is not self.empty_kv_cache_blocks:
-                new_blocks[index] = blocks
-        return Growth(len(requests), new_blocks)
+        batch = list(requests)
+        growth = grow_each(self._holders, batch, num_new_tokens, num_lookahead_tokens)
+        if growth.num_grown < len(batch):
+            self._log.refused(batch[growth.num_grown])
+        return growth
 
     def free(self, request: RequestLike) -> None:
         """Takes back all blocks of a request: finished, aborted or preempted. O(blocks).
@@ -491,9 +470,4 @@ class KVCacheManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _holder(self, request_id: RequestId) -> Holder:
-        holder = self._holders.get(request_id)
-        if holder is None:
-            raise UnknownRequestError(
-                f"request {request_id!r} holds no blocks: it was never admitted (allocate_slots), or is freed already"
-            )
-        return holder
+        return find_holder(self._holders, request_id)

@@ -210,7 +210,9 @@ class SingleTypeKVCacheManager(ABC):
         """Registers the full blocks of the first ``num_tokens`` tokens. O(newly full blocks)."""
         request_id = request.request_id
         num_cached = self.num_cached_block[request_id]
-        num_tokens = min(num_tokens, len(request.block_hashes) * self.block_pool.hash_block_size)
+        num_hashed_tokens = len(request.block_hashes) * self.block_pool.hash_block_size
+        if num_tokens > num_hashed_tokens:
+            num_tokens = num_hashed_tokens
         # Hits are aligned, so that what lies past the last alignment boundary cannot be hit yet.
         num_full = (num_tokens - num_tokens % self.alignment_tokens) // self.block_size
         if num_full <= num_cached:
@@ -221,7 +223,7 @@ class SingleTypeKVCacheManager(ABC):
             block = self.req_to_blocks[request_id][num_cached]
             if not block.is_null:
                 index = num_full * self._hashes_per_block - 1
-                self.block_pool.register_one(request, block, index, self.kv_cache_group_id)
+                self.block_pool.prefix_index.add(request, block, index, self.kv_cache_group_id)
             return
         self.block_pool.register(
             request,

@@ -15,10 +15,12 @@ from kvcore import (
     DuplicateRequestError,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheError,
     KVCacheGroupSpec,
     KVCacheManager,
     KVCacheSpec,
     Request,
+    RequestProtocolError,
     SlidingWindowSpec,
     UnknownRequestError,
 )
@@ -28,9 +30,9 @@ WINDOW = SlidingWindowSpec(4, 1, 1, "float32", 6)
 HASHER = BlockHasher(4, seed="0")
 
 
-def make_manager(num_blocks: int, specs: Sequence[KVCacheSpec] = (FULL,)) -> KVCacheManager:
+def make_manager(num_blocks: int, specs: Sequence[KVCacheSpec] = (FULL,), *, events: bool = False) -> KVCacheManager:
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheManager(KVCacheConfig(num_blocks, groups), 1000)
+    return KVCacheManager(KVCacheConfig(num_blocks, groups), 1000, enable_kv_cache_events=events)
 
 
 def start(manager: KVCacheManager, lengths: Sequence[int]) -> list[Request]:
@@ -55,20 +57,22 @@ def books(manager: KVCacheManager, requests: Sequence[Request]) -> object:
     lengths=st.lists(st.integers(1, 13), min_size=1, max_size=6),
     specs=st.sampled_from([(FULL,), (WINDOW,), (FULL, WINDOW)]),
     spare=st.integers(0, 6),
+    new=st.integers(1, 3),
     lookahead=st.integers(0, 3),
+    events=st.booleans(),
 )
 def test_every_step_equals_one_call_for_each_request(
-    lengths: list[int], specs: tuple[KVCacheSpec, ...], spare: int, lookahead: int
+    lengths: list[int], specs: tuple[KVCacheSpec, ...], spare: int, new: int, lookahead: int, events: bool
 ) -> None:
     num_blocks = 1 + spare + len(specs) * sum(-(-length // 4) for length in lengths)
-    batched, single = make_manager(num_blocks, specs), make_manager(num_blocks, specs)
+    batched, single = (make_manager(num_blocks, specs, events=events) for _ in range(2))
     ours, theirs = start(batched, lengths), start(single, lengths)
     for _ in range(9):
-        growth = batched.grow(ours, 1, num_lookahead_tokens=lookahead)
+        growth = batched.grow(ours, new, num_lookahead_tokens=lookahead)
         expected = {}
         num_grown = len(theirs)
         for index, request in enumerate(theirs):
-            blocks = single.allocate_slots(request, 1, num_lookahead_tokens=lookahead)
+            blocks = single.allocate_slots(request, new, num_lookahead_tokens=lookahead)
             if blocks is None:
                 num_grown = index
                 break
@@ -77,6 +81,7 @@ def test_every_step_equals_one_call_for_each_request(
         assert growth.num_grown == num_grown
         assert {index: blocks.get_block_ids() for index, blocks in growth.new_blocks.items()} == expected
         assert books(batched, ours) == books(single, theirs)
+        assert batched.take_events() == single.take_events()
         batched.check_invariants()
         for request in (*ours[:num_grown], *theirs[:num_grown]):
             request.num_computed_tokens += 1
@@ -103,6 +108,43 @@ def test_requests_inside_their_last_block_get_nothing_and_are_counted() -> None:
 def test_no_requests_are_no_work() -> None:
     growth = make_manager(2).grow([])
     assert (growth.num_grown, growth.new_blocks) == (0, {})
+
+
+def test_a_batch_may_be_any_sequence() -> None:
+    manager = make_manager(10)
+    growth = manager.grow(tuple(start(manager, [4, 5])))
+    assert growth.num_grown == 2
+    assert growth.new_blocks.keys() == {0}
+
+
+def test_a_request_that_is_there_twice_grows_once() -> None:
+    manager = make_manager(10)
+    (request,) = start(manager, [4])
+    growth = manager.grow([request, request])
+    assert growth.num_grown == 2
+    assert {index: blocks.get_block_ids() for index, blocks in growth.new_blocks.items()} == {0: ([2],)}
+    assert manager.get_block_ids("r0") == ([1, 2],)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+@pytest.mark.parametrize(
+    ("attribute", "value", "error"),
+    [
+        ("num_computed_tokens", 4.0, ComputedTokensError),
+        ("num_computed_tokens", None, ComputedTokensError),
+        ("num_tokens", 6.0, RequestProtocolError),
+    ],
+)
+def test_a_request_that_does_not_count_in_whole_numbers_is_found_before_any_grows(
+    attribute: str, value: object, error: type[KVCacheError], length: int
+) -> None:
+    manager = make_manager(10)
+    requests = start(manager, [4, length])
+    before = books(manager, requests)
+    setattr(requests[1], attribute, value)
+    with pytest.raises(error, match="'r1'"):
+        manager.grow(requests)
+    assert books(manager, requests) == before
 
 
 def test_a_bad_request_anywhere_in_the_batch_gives_nothing_to_any() -> None:
