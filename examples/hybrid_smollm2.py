@@ -71,7 +71,9 @@ def hybrid_engine() -> Engine:
     """An engine for it. In each step it computes 256 tokens at most, so that a long prompt needs few blocks at once."""
     source = hybrid_model()
     model = source.load_model(dtype=torch.float32, device=torch.device("cpu"))
-    return Engine(model, source.load_tokenizer(), EngineConfig(num_blocks=400, max_num_batched_tokens=256))
+    return Engine(
+        model, source.load_tokenizer(), EngineConfig(num_blocks=400, block_size=16, max_num_batched_tokens=256)
+    )
 
 
 def converse(engine: Engine, questions: Sequence[str]) -> Iterator[Turn]:

@@ -32,15 +32,15 @@ class EngineConfig:
         dtype: Element type of weights and cache: "float32", "bfloat16", "float16" or "float64". None: float32 on a
             CPU, which is exact and often faster there; elsewhere what the model was saved in.
         device: Where the model runs, "cpu" or "cuda" for example. None: a CUDA device if there is one.
-        attention_backend: A name in :data:`runner.attention.BACKENDS`. None: "triton" on a CUDA device if Triton is
-            installed and takes the model, else "torch".
+        attention_backend: A name in :data:`runner.attention.BACKENDS`. None: "native" on a CPU if there is a C
+            compiler, "triton" on a CUDA device if Triton is installed, each if it takes the model; else "torch".
         cuda_graphs: Capture decode steps in CUDA graphs and replay them. None: where model, backend and device let it;
             True: or refuse.
         packed_weights: On a CPU, keep the weights of linear layers a second time, in the order in which products read
-            them. Steps get faster; it takes as much memory as the weights. None: where torch can, and that is at most a
-            quarter of the machine's memory; True: or refuse.
-        block_size: Tokens per block. None: what suits the backend, 16 for most. Layers that store fewer bytes per token
-            than others get longer blocks.
+            them. Steps get faster; it takes as much memory as the weights. None: where there is a product that reads
+            them, and that is at most a quarter of the machine's memory; True: or refuse.
+        block_size: Tokens per block. None: what suits the backend, 8 on a CPU, 16 for most others. Layers that store
+            fewer bytes per token than others get longer blocks.
         kv_cache_memory: Bytes for the cache. None: 1 GiB on a CPU, 80% of what the weights leave free on a GPU.
         num_blocks: Blocks of the cache, the null block included, instead of ``kv_cache_memory``.
         max_model_len: Longest sequence in tokens, prompt and output. None: what the model was made for.

@@ -16,12 +16,14 @@ from kvcore.manager import KVCacheManager
 from kvcore.planning import CapacityReport, plan_kv_cache
 from runner import hf_attention
 from runner.attention import make_backend
+from runner.attention.native_backend import NativeBackend
 from runner.config import EngineConfig, check_memory
 from runner.errors import EngineConfigError, RunnerError
 from runner.kv_cache import torch_dtype
 from runner.layers import check_positions, specs_of
 from runner.loader import find_model
 from runner.model_runner import ModelRunner
+from runner.native_norms import restore_norms, use_native_norms
 from runner.outputs import RequestOutput
 from runner.packed_linear import Packing, pack_linear_layers, unpack_linear_layers
 from runner.prompts import Prompt, as_list, eos_token_ids
@@ -41,8 +43,9 @@ class Engine(RequestLoop):
 
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: its attention becomes the
-            paged one, and its linear layers may get packed weights beside their own. To give it back:
-            ``model.set_attn_implementation("sdpa")`` and :func:`runner.packed_linear.unpack_linear_layers`. Whoever
+            paged one, its linear layers may get packed weights beside their own, and its norms a shorter way to compute
+            the same. To give it back: ``model.set_attn_implementation("sdpa")``,
+            :func:`runner.packed_linear.unpack_linear_layers` and :func:`runner.native_norms.restore_norms`. Whoever
             changes its weights meanwhile calls :meth:`weights_changed`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
@@ -91,6 +94,10 @@ class Engine(RequestLoop):
             model.config, max_model_len=self.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self.packing = _pack(model, config.packed_weights)
+        if model_runner.backend.name == NativeBackend.name:
+            use_native_norms(model)
+        else:
+            restore_norms(model)  # where an engine before this one has changed them
         manager = KVCacheManager(
             self.kv_cache_config,
             self.max_model_len,

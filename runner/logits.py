@@ -164,7 +164,7 @@ def sample(logits: torch.Tensor, samplers: Iterable[TokenSampler]) -> list[Sampl
         samplers: Of the S sequences.
     """
     samplers = list(samplers)
-    chosen = logits.argmax(-1)  # [S]
+    chosen = logits.max(-1).indices  # [S]; on a CPU, argmax takes three times as long
     for i, sampler in enumerate(samplers):
         if not sampler.takes_the_likeliest:
             chosen[i] = sampler.choose(logits[i])

@@ -1,4 +1,4 @@
-"""What the machine has."""
+"""What the machine has, and where this package may keep things on it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def machine_memory() -> int | None:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return min(limits)
+
+
+def cache_folder() -> Path:
+    """Where converted models and compiled kernels are kept: ``kvcore`` in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvcore"

@@ -48,7 +48,10 @@ def start_report(engine: Engine) -> str:
     elif model.device.type == "cuda":
         rows.insert(2, ("CUDA graphs", f"none: {runner.no_graphs_because}"))
     if engine.packing.num_bytes:
-        rows.insert(1, ("packed weights", f"{size(engine.packing.num_bytes)} besides, for linear layers"))
+        packing = engine.packing
+        rows.insert(
+            1, ("packed weights", f"{size(packing.num_bytes)} besides, for {packing.product} products of linear layers")
+        )
     elif model.device.type == "cpu":
         rows.insert(1, ("packed weights", f"none: {engine.packing.because}"))
     return "\n".join((*(f"{name:<14} {value}" for name, value in rows), str(engine_capacity(engine))))

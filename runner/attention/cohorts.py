@@ -63,8 +63,7 @@ def plan_cohorts(batch: GroupBatch, sequences: Sequence[int]) -> list[Cohort]:
     cohorts = []
     for some in _grouped(sequences, magnitude_of_queries):
         alone = []
-        for members in _grouped(some, lambda i: batch.block_ids[i][0]):
-            shared = _num_shared_tokens(batch, members)
+        for members, shared in shared_beginnings(batch, some):
             if shared < MIN_SHARED_TOKENS:
                 alone += members
             else:
@@ -75,6 +74,15 @@ def plan_cohorts(batch: GroupBatch, sequences: Sequence[int]) -> list[Cohort]:
 
 def _grouped(sequences: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:
     return [list(members) for _, members in groupby(sorted(sequences, key=key), key=key)]
+
+
+def shared_beginnings(batch: GroupBatch, sequences: Iterable[int]) -> list[tuple[list[int], int]]:
+    """Sequences (indices into the batch) by their first block, each time with the tokens that all of them share there.
+
+    O(blocks they read).
+    """
+    groups = _grouped(sequences, lambda i: batch.block_ids[i][0])
+    return [(members, _num_shared_tokens(batch, members)) for members in groups]
 
 
 def _num_shared_tokens(batch: GroupBatch, members: Sequence[int]) -> int:

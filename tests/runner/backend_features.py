@@ -18,6 +18,7 @@ from tests.runner import triton_steps  # noqa: F401
 from kvcore.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from runner.attention import AttentionBackend, AttentionLayer, TorchBackend
 from runner.attention.flash_backend import FlashAttentionBackend
+from runner.attention.native_backend import NativeBackend
 from runner.errors import UnsupportedModelError
 from tests.runner.flash_stand_ins import STAND_INS, flash_attn_4
 
@@ -34,6 +35,7 @@ def backends() -> dict[str, AttentionBackend]:
 
     return {
         "`torch`": TorchBackend(),
+        "`native`": NativeBackend(),
         "`triton`": TritonBackend(),
         "`flash`, flash-attn 2": FlashAttentionBackend(STAND_INS[2](), capability=(8, 0)),
         "`flash`, flash-attn 3": FlashAttentionBackend(STAND_INS[3](), capability=(9, 0)),
@@ -52,7 +54,7 @@ def takes(
     softcap: float | None = None,
     has_sinks: bool = False,
 ) -> bool:
-    """Whether a backend agrees to such a layer on a CUDA device."""
+    """Whether a backend agrees to such a layer on a CUDA device, or on a CPU if that is where it computes."""
     shape = (block_size, 2, head_size, dtype)
     spec = {
         "full": FullAttentionSpec(*shape),
@@ -61,7 +63,8 @@ def takes(
     }[kind]
     layer = AttentionLayer("layer", spec, 4, softcap=softcap, has_sinks=has_sinks)
     try:
-        backend.check([layer], device=torch.device("cuda"), dtype=getattr(torch, dtype))
+        device = torch.device("cpu" if isinstance(backend, NativeBackend) else "cuda")
+        backend.check([layer], device=device, dtype=getattr(torch, dtype))
     except UnsupportedModelError:
         return False
     return True

@@ -9,8 +9,16 @@ import torch
 
 from kvcore.blocks import KVCacheBlock
 from kvcore.kv_cache_blocks import KVCacheBlocks
-from kvcore.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, cdiv
-from runner.attention.base import visible_from
+from kvcore.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    cdiv,
+)
+from runner.attention.base import AttentionBackend, visible_from
 from runner.batch import Batch, SequenceSlice
 from runner.step_inputs import make_batch
 
@@ -124,3 +132,46 @@ def reference_attention(
             outputs.append(torch.einsum("hs,shd->hd", weights, v))
             token += 1
     return torch.stack(outputs)
+
+
+def spec_of(
+    kind: str, block_size: int, num_kv_heads: int, head_size: int, reach: int, dtype: str = "float32"
+) -> KVCacheSpec:
+    """Full attention, windows or chunks of ``reach`` tokens."""
+    if kind == "sliding":
+        return SlidingWindowSpec(block_size, num_kv_heads, head_size, dtype, reach)
+    if kind == "chunked":
+        return ChunkedLocalAttentionSpec(block_size, num_kv_heads, head_size, dtype, reach)
+    return FullAttentionSpec(block_size, num_kv_heads, head_size, dtype)
+
+
+def difference(
+    backend: AttentionBackend,
+    seed: int,
+    spec: KVCacheSpec,
+    lengths: list[tuple[int, int]],
+    *,
+    group_size: int = 1,
+    num_shared_blocks: int = 0,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+) -> float:
+    """Largest difference from the reference on one random step; NaN if anything unused came through."""
+    step = random_step(
+        random.Random(seed),
+        spec,
+        lengths,
+        num_query_heads=spec.num_kv_heads * group_size,
+        num_shared_blocks=num_shared_blocks,
+        dtype=getattr(torch, spec.dtype),
+    )
+    sinks = torch.linspace(-2, 2, spec.num_kv_heads * group_size) if with_sinks else None
+    scale = spec.head_size**-0.5
+    output = backend.forward(
+        step.query, step.key, step.value, step.kv_cache, backend.plan(step.batch.groups[0]),
+        scale=scale, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    expected = reference_attention(step, spec, scale=scale, softcap=softcap, sinks=sinks)
+    assert output.shape == expected.shape
+    assert output.dtype == step.query.dtype
+    return float((output.double() - expected).abs().max())

@@ -93,8 +93,8 @@ def test_chat_keeps_the_conversation_and_says_what_was_cached(run: Run, folder: 
     first, second, again = [(int(prompt), int(cached)) for prompt, cached in counts]
     prompt = len("<system>Be brief.<user>What is a cache, and what is a block?<assistant>")
     assert first == (prompt, 0)
-    assert second == (prompt + 6 + len("<user>Why?<assistant>"), (prompt + 5) // 16 * 16)
-    assert again == (prompt, (prompt - 1) // 16 * 16)
+    assert second == (prompt + 6 + len("<user>Why?<assistant>"), (prompt + 5) // 8 * 8)
+    assert again == (prompt, (prompt - 1) // 8 * 8)
 
 
 def test_chat_says_when_the_conversation_has_become_too_long(run: Run, folder: str) -> None:

@@ -10,13 +10,33 @@ import pytest
 import torch
 from torch import nn
 
-from runner import Engine, EngineConfig, SamplingParams, packed_linear
+from runner import Engine, EngineConfig, SamplingParams, packed_linear, packed_products
 from runner.errors import EngineConfigError, RunnerError
+from runner.native.kernels import Kernels, NativeUnavailableError
 from runner.packed_linear import PackedLinear, Packing, pack_linear_layers, unpack_linear_layers
 from tests.runner.byte_model import byte_model
 from tests.runner.small_models import random_prompts, small_model
 
-DTYPES = [torch.float32, torch.bfloat16]
+FORMS = {"native": torch.float32, "MKL": torch.float32, "oneDNN": torch.bfloat16}
+"""Whose product, and the element type that it is taken for."""
+
+
+@pytest.fixture(params=FORMS)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The type, where that product is the one to be taken."""
+    if request.param == "MKL":
+        without_native_kernels(monkeypatch)
+    form = packed_products.packed_form(FORMS[request.param], [])
+    if isinstance(form, str) or form.name != request.param:
+        pytest.skip(f"there is no {request.param} product here: {form if isinstance(form, str) else 'no compiler'}")
+    return FORMS[request.param]
+
+
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def native_kernels() -> Kernels:
+        raise NativeUnavailableError("there is no C compiler")
+
+    monkeypatch.setattr(packed_products, "native_kernels", native_kernels)
 
 
 def linear(dtype: torch.dtype = torch.float32, *, num_in: int = 40, num_out: int = 56, bias: bool = True) -> nn.Linear:
@@ -48,7 +68,6 @@ def reads_packed_weight(layer: nn.Linear) -> bool:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (3,), (1, 16), (2, 3, 5), (128,), (1, 129), (300,), (0,)])
 def test_the_product_is_that_of_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
@@ -62,7 +81,6 @@ def test_the_product_is_that_of_the_plain_layer(dtype: torch.dtype, bias: bool, 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_need_not_lie_one_after_the_other(dtype: torch.dtype) -> None:
     layer = linear(dtype)
     rows = torch.randn(40, 7).to(dtype).T
@@ -182,25 +200,25 @@ def test_packed_weights_take_no_more_than_their_share_of_memory_unless_they_are_
     assert pack_linear_layers(layer, whatever_it_takes=True).num_bytes == num_bytes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("min_rows", [0, 100])
-def test_a_torch_whose_packed_product_is_another_is_found_out(
+def test_a_packed_product_that_is_another_is_found_out(
     dtype: torch.dtype, min_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(linear(dtype), linear(dtype, num_in=56, num_out=64))
     packed(model)
     unpack_linear_layers(model)
-    pack, product = packed_linear._method(dtype)
+    form = type(packed_products.packed_form(dtype, []))
+    product = form.product
 
-    def without_the_last_column(input, *others):
-        output = product(input, *others)
+    def without_the_last_column(self, input, *others):
+        output = product(self, input, *others)
         if len(input) > min_rows and input.shape[-1] == 56:
             output[..., -1] = 0
         return output
 
-    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, without_the_last_column))
+    monkeypatch.setattr(form, "product", without_the_last_column)
     assert pack_linear_layers(model) == Packing(
-        because="torch's packed product of a weight [64, 56] is not the plain one"
+        because=f"the {form.name} product of a weight [64, 56] is not the plain one"
     )
     assert not any(isinstance(module, PackedLinear) for module in model)
 
@@ -220,7 +238,6 @@ def test_what_was_packed_is_let_go_of_where_it_cannot_be_packed_anew() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_turned_round_in_its_own_memory_is_another(dtype: torch.dtype) -> None:
     layer = linear(dtype, num_in=40, num_out=40)
     packed(layer)
@@ -228,6 +245,38 @@ def test_a_weight_turned_round_in_its_own_memory_is_another(dtype: torch.dtype) 
         layer.weight = nn.Parameter(layer.weight.detach().t())
     rows = torch.randn(3, 40).to(dtype)
     assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "watched",
+    [
+        torch.compile(lambda layer, rows: layer(rows), backend="aot_eager"),
+        lambda layer, rows: torch.jit.trace(layer, torch.zeros(3, 40))(rows),
+        lambda layer, rows: torch.vmap(layer)(rows),
+        lambda layer, rows: layer(torch._neg_view(-rows)),
+    ],
+    ids=["compiled", "traced", "vmapped", "negative"],
+)
+def test_the_product_is_right_for_whoever_watches(watched) -> None:
+    layer, rows = linear(), torch.randn(3, 40)
+    expected = layer(rows)
+    torch.testing.assert_close(watched(packed(layer), rows), expected)
+
+
+@torch.inference_mode()
+def test_an_input_that_is_elsewhere_is_refused_as_by_the_plain_layer() -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        packed(linear())(torch.empty(3, 40, device="meta"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [torch.randn(112)[::2], torch.randn(56), torch.zeros(1)])
+def test_a_bias_put_in_place_of_another_is_the_one_that_counts(bias: torch.Tensor) -> None:
+    layer, rows = packed(linear()), torch.randn(3, 40)
+    layer.bias = nn.Parameter(bias)
+    torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, bias))
 
 
 @torch.inference_mode()
@@ -270,12 +319,31 @@ def test_weights_cannot_change_under_a_request() -> None:
 
 
 def test_a_torch_that_cannot_pack_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pack(weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such instructions\nat file.cpp")
 
+    without_native_kernels(monkeypatch)
+    monkeypatch.setattr(packed_products.MklForm, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(packed_products.MklForm, "pack", pack)
     layer = linear()
-    monkeypatch.setattr(packed_linear, "_method", lambda dtype: (pack, None))
-    assert pack_linear_layers(layer) == Packing(because="torch cannot pack a weight [56, 40] (no such instructions)")
+    because = "a weight [56, 40] cannot be packed for MKL (no such instructions)"
+    assert pack_linear_layers(layer) == Packing(because=because)
+    assert type(layer) is nn.Linear
+
+
+def test_without_compiler_and_mkl_both_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_native_kernels(monkeypatch)
+    monkeypatch.setattr(packed_products.MklForm, "is_available", staticmethod(lambda: False))
+    because = "this torch has no packed product of MKL, and there is no C compiler"
+    assert pack_linear_layers(linear()) == Packing(because=because)
+
+
+def test_more_weights_than_there_is_address_space_for_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(packed_products.packed_form(torch.float32, []), packed_products.MklForm):
+        pytest.skip("there are no native kernels here")
+    monkeypatch.setattr(Kernels, "packed_size", lambda self, weight: 1 << 50)
+    layer = linear()
+    assert "there is no memory for" in pack_linear_layers(layer).because
     assert type(layer) is nn.Linear
 
 
@@ -293,7 +361,8 @@ def test_an_engine_packs_by_itself_says_so_and_its_tokens_are_those_of_one_that_
         assert line == (
             "packed weights none: not asked for"
             if wanted is False
-            else f"packed weights {packed_linear.size(engine.packing.num_bytes)} besides, for linear layers"
+            else f"packed weights {packed_linear.size(engine.packing.num_bytes)} besides, "
+            f"for {engine.packing.product} products of linear layers"
         )
         outputs[wanted] = [out.token_ids for out in engine.generate(prompts, SamplingParams(max_tokens=20))]
     assert outputs[None] == outputs[False] == outputs[True]

@@ -1,0 +1,195 @@
+// Paged attention of queries that are few for their sequence, as in decode steps, straight from the pages of the cache.
+//
+// The work is cut along the tokens that are read. A span is up to SPAN tokens in blocks that one or more queries read:
+// sequences with a common prefix read the same blocks, so that what is made of a span's keys and values serves them all,
+// and a single long sequence keeps all threads busy. What a query makes of each span is joined at the end by the sums
+// that the softmaxes divide by (the online softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; split
+// along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+#include "tile.h"
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+
+enum { SPAN = 64, MOST_HEAD_SIZE = 256 };
+
+// A step for one group. A part is a query that reads from a span.
+struct work {
+    long spans, queries;
+    const long *span_start;   // [spans], position of the first token
+    const long *span_blocks;  // [spans], where in `blocks` the blocks begin, the one with the first token first
+    const long *span_parts;   // [spans + 1], the first of each span's parts
+    const long *blocks;       // block ids
+    const long *part_token;   // [parts], the query: which of the step's tokens
+    const long *part_from;    // [parts], first token of the span that it reads
+    const long *part_until;   // [parts], and the one behind the last; more than part_from
+    const long *query_token;  // [queries], which of the step's tokens
+    const long *query_parts;  // [queries + 1], where in `parts_of_queries` the parts of each begin
+    const long *parts_of_queries;
+};
+
+// What is the same for all queries of a layer. Strides are in elements.
+struct layer {
+    long query_token_stride, query_head_stride, block_size, heads, group_size, head_size;
+    float scale;
+    float softcap;       // 0: none
+    const float *sinks;  // [heads * group_size], or null
+};
+
+// e^x of values that are not above 0; a relative error of about 2^-23. Where x <= -87 it is e^-87, next to nothing.
+static inline lanes exp_of_negative(lanes x)
+{
+    const int_lanes tiny = x < -87.0f;
+    x = (lanes)(((int_lanes)x & ~tiny) | ((int_lanes)((lanes){0} - 87.0f) & tiny));
+    // x = n ln 2 + r, |r| <= ln 2 / 2. The first part of ln 2 has few digits, so that n times it is exact.
+    const int_lanes n = __builtin_convertvector(x * 1.44269504f - 0.5f, int_lanes);
+    const lanes times = __builtin_convertvector(n, lanes);
+    const lanes r = (x - times * 0.693359375f) + times * 2.12194440e-4f;
+    // The Taylor series: the first term left out is below 2^-25.
+    lanes sum = r * (1.0f / 5040) + 1.0f / 720;
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    return (lanes)((int_lanes)sum + (n << 23));
+}
+
+static inline lanes tanh_of(lanes x)
+{
+    const int_lanes sign = (int_lanes)x & INT32_MIN;
+    const lanes negative = (lanes)((int_lanes)x | INT32_MIN);  // -|x|
+    const lanes power = exp_of_negative(2 * negative);
+    return (lanes)((int_lanes)((1 - power) / (1 + power)) | sign);
+}
+
+static inline lanes larger(lanes a, lanes b)
+{
+    const int_lanes first = a > b;
+    return (lanes)(((int_lanes)a & first) | ((int_lanes)b & ~first));
+}
+
+static inline float largest(lanes values)
+{
+    float half[LANES];
+    memcpy(half, &values, sizeof values);
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < width; i++) half[i] = half[i] > half[i + width] ? half[i] : half[i + width];
+    return half[0];
+}
+
+static inline float sum_of(lanes values)
+{
+    float half[LANES];
+    memcpy(half, &values, sizeof values);
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < width; i++) half[i] += half[i + width];
+    return half[0];
+}
+
+// Scores [SPAN] of tokens from `from` to `until` to weights, e^(score - maximum); no other's are of any use after.
+static void softmax(float *scores, long from, long until, float softcap, float *maximum, float *total)
+{
+    int_lanes index;
+    for (int lane = 0; lane < LANES; lane++) index[lane] = lane;
+    const long begin = from / LANES * LANES;
+    lanes highest = (lanes){0} - INFINITY;
+    for (long token = begin; token < until; token += LANES) {
+        lanes score = *(lanes *)(scores + token);
+        if (softcap) score = softcap * tanh_of(score / softcap);
+        if (token < from || token + LANES > until) {
+            const int_lanes at = index + (int32_t)token;
+            const int_lanes read = (at >= (int32_t)from) & (at < (int32_t)until);
+            score = (lanes)(((int_lanes)score & read) | ((int_lanes)((lanes){0} - INFINITY) & ~read));
+        }
+        highest = larger(score, highest);
+        *(lanes *)(scores + token) = score;
+    }
+    // Where all scores are -inf, their weights are as good as none beside those of any other span.
+    *maximum = fmaxf(largest(highest), -FLT_MAX);
+    lanes sum = {0};
+    for (long token = begin; token < until; token += LANES)
+        sum += *(lanes *)(scores + token) = exp_of_negative(*(lanes *)(scores + token) - *maximum);
+    *total = sum_of(sum);
+}
+
+// Has memory brought near that is read soon.
+static inline void fetch(const void *at, long bytes)
+{
+    for (long offset = 0; offset < bytes; offset += 64) __builtin_prefetch((const char *)at + offset);
+}
+
+static inline long part_of(const struct layer *layer, long part, long query_head)
+{
+    return part * layer->heads * layer->group_size + query_head;
+}
+
+// Joins what a query's parts hold, each [head_size], into `output`, beside a share of the softmax for a sink.
+static void join(
+    const struct work *work, const struct layer *layer, long query, long query_head, const float *parts,
+    const float *maxima, const float *totals, float *output)
+{
+    const long size = layer->head_size, begin = work->query_parts[query], end = work->query_parts[query + 1];
+    float highest = layer->sinks ? layer->sinks[query_head] : -INFINITY;
+    for (long i = begin; i < end; i++) {
+        const float maximum = maxima[part_of(layer, work->parts_of_queries[i], query_head)];
+        highest = maximum > highest ? maximum : highest;
+    }
+    float total = layer->sinks ? expf(layer->sinks[query_head] - highest) : 0;
+    memset(output, 0, size * sizeof(float));
+    for (long i = begin; i < end; i++) {
+        const long at = part_of(layer, work->parts_of_queries[i], query_head);
+        const float share = expf(maxima[at] - highest), *part = parts + at * size;
+        total += share * totals[at];
+        for (long j = 0; j < size; j++) output[j] += share * part[j];
+    }
+    for (long j = 0; j < size; j++) output[j] /= total;
+}
+
+#define NAME(name) name##_float32
+#define element float
+#define to_float(value) (value)
+#define all_lanes(at) (*(const lanes *)(at))
+#define from_float(value) (value)
+#include "attention.h"
+#undef NAME
+#undef element
+#undef to_float
+#undef all_lanes
+#undef from_float
+
+// bfloat16 is the upper half of a float.
+static inline float float_of_bfloat16(uint16_t value)
+{
+    const uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+static inline lanes lanes_of_bfloat16(const uint16_t *at)
+{
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    return (lanes)(__builtin_convertvector(*(const halves *)at, int_lanes) << 16);
+}
+
+// To the nearest, and to the even one of two as near.
+static inline uint16_t bfloat16_of_float(float value)
+{
+    uint32_t bits;
+    if (value != value) return 0x7fc0;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#define NAME(name) name##_bfloat16
+#define element uint16_t
+#define to_float float_of_bfloat16
+#define all_lanes lanes_of_bfloat16
+#define from_float bfloat16_of_float
+#include "attention.h"

@@ -1,0 +1,213 @@
+"""The kernels in C, as Python calls them: tensors in, addresses out."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runner.native.build import NativeUnavailableError, compiled_kernels
+
+SPAN = 64
+MOST_HEAD_SIZE = 256
+"""As in ``attention.c``."""
+
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""The element types that attention is compiled for."""
+
+_long, _int, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_void_p
+_WORK = (
+    "span_start",
+    "span_blocks",
+    "span_parts",
+    "blocks",
+    "part_token",
+    "part_from",
+    "part_until",
+    "query_token",
+    "query_parts",
+    "parts_of_queries",
+)
+_LAYER = ("query_token_stride", "query_head_stride", "block_size", "heads", "group_size", "head_size")
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (("spans", _long), ("queries", _long), *((name, _pointer) for name in _WORK))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _long) for name in _LAYER),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sinks", _pointer),
+    )
+
+
+class AttentionWork:
+    """What the attention kernel reads for a step, and for which queries: ``struct work`` of ``attention.c``.
+
+    Args:
+        arrays: The struct's arrays, by the names that they have there.
+    """
+
+    def __init__(self, **arrays: Sequence[int]) -> None:
+        self._arrays = [array("q", arrays[name]) for name in _WORK]  # held: the struct has their addresses only
+        addresses = (values.buffer_info()[0] for values in self._arrays)
+        self._struct = _Work(len(arrays["span_start"]), len(arrays["query_token"]), *addresses)
+        self.address = ctypes.addressof(self._struct)
+        self.num_parts = len(arrays["part_token"])
+
+
+class Kernels:
+    """The compiled library. All tensors are on the CPU; it computes with as many threads as torch does.
+
+    Args:
+        path: Where :func:`~runner.native.build.compiled_kernels` has put it.
+
+    Raises:
+        NativeUnavailableError: It cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+            library.packed_size.restype = _long
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailableError(f"what was compiled cannot be loaded ({error})") from error
+        library.packed_size.argtypes = (_long, _long)
+        library.pack_weight.argtypes = (_pointer, _long, _long, _pointer, _int)
+        library.packed_product.argtypes = (*(_pointer,) * 4, *(_long,) * 3, _pointer, _int)
+        library.rms_norm.argtypes = (*(_pointer,) * 3, _long, _long, ctypes.c_float, ctypes.c_float, _int)
+        strided = (_pointer, _long, _long)
+        for suffix in SUFFIXES.values():
+            store, attend = getattr(library, f"store_{suffix}"), getattr(library, f"attend_{suffix}")
+            store.argtypes = (*strided, *strided, _pointer, _pointer, *(_long,) * 4, _int)
+            attend.argtypes = (*(_pointer,) * 8, _int)
+        self._library = library
+        self._room = threading.local()
+        self._store = {dtype: getattr(library, f"store_{suffix}") for dtype, suffix in SUFFIXES.items()}
+        self._attend = {dtype: getattr(library, f"attend_{suffix}") for dtype, suffix in SUFFIXES.items()}
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put keys and values ``[T, Hkv, D]`` into the slots ``[T]`` (-1: nowhere) of a cache."""
+        key, value = _vectors(key), _vectors(value)
+        _, _, block_size, num_heads, head_size = kv_cache.shape
+        self._store[kv_cache.dtype](
+            key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
+            kv_cache.data_ptr(), slots.data_ptr(), len(slots), block_size, num_heads, head_size,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        work: AttentionWork,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Write the output of the queries that the work is for.
+
+        Args:
+            work: Of the step.
+            query: ``[T, Hq, D]``.
+            kv_cache: ``[num_blocks, 2, block_size, Hkv, D]``, contiguous.
+            output: ``[T, Hq, D]``, contiguous.
+            scale: As in :meth:`~runner.attention.base.AttentionBackend.forward`.
+            softcap: As there.
+            sinks: As there.
+        """
+        query = _vectors(query)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        _, num_query_heads, head_size = query.shape
+        num_heads = kv_cache.shape[3]
+        layer = _Layer(
+            query.stride(0), query.stride(1), kv_cache.shape[2], num_heads, num_query_heads // num_heads, head_size,
+            scale, softcap or 0.0, None if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
+        num_rows = work.num_parts * num_query_heads
+        room = self._room_for(num_rows * (head_size + 2))
+        maxima = room.data_ptr() + 4 * num_rows * head_size
+        self._attend[kv_cache.dtype](
+            work.address, ctypes.addressof(layer), query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
+            room.data_ptr(), maxima, maxima + 4 * num_rows, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _room_for(self, num_floats: int) -> torch.Tensor:
+        """Kept from call to call, for each thread: memory fresh from the allocator costs a page fault every 4 KiB."""
+        room: torch.Tensor | None = getattr(self._room, "floats", None)
+        if room is None or len(room) < num_floats:
+            room = self._room.floats = _floats(num_floats + num_floats // 4)
+        return room
+
+    def packed_size(self, weight: torch.Tensor) -> int:
+        """Floats that a weight ``[N, K]`` takes when it is packed."""
+        return int(self._library.packed_size(*weight.shape))
+
+    def pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
+        """Lay a weight ``[N, K]``, float32 and contiguous, out in ``packed``."""
+        self._library.pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr(), torch.get_num_threads())
+
+    def product(
+        self, input: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[..., N]`` from an input ``[..., K]``, a packed weight and a bias ``[N]``, all float32."""
+        columns, steps = weight.shape
+        input = input.contiguous()
+        rows = input.numel() // steps
+        output, room = _floats(*input.shape[:-1], columns), _floats(rows * steps)
+        self._library.packed_product(
+            input.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr(),
+            rows, columns, steps, room.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return output
+
+    def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, *, epsilon: float, offset: float) -> torch.Tensor:
+        """``input / sqrt(mean(input^2) + epsilon) * (offset + weight)``, for rows ``[..., K]`` and a weight ``[K]``."""
+        input = input.contiguous()
+        output = torch.empty_like(input)
+        self._library.rms_norm(
+            input.data_ptr(), weight.data_ptr(), output.data_ptr(), input.numel() // len(weight), len(weight),
+            epsilon, offset, torch.get_num_threads(),
+        )  # fmt: skip
+        return output
+
+
+def native_kernels() -> Kernels:
+    """The kernels, compiled and loaded by the first call of a process.
+
+    Raises:
+        NativeUnavailableError: They cannot be had here; says why, every time.
+    """
+    found = _load()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@cache
+def _load() -> Kernels | str:
+    """The kernels, or why there are none."""
+    try:
+        return Kernels(compiled_kernels())
+    except NativeUnavailableError as error:
+        return str(error)
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    """On the CPU and in float32, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _vectors(tensor: torch.Tensor) -> torch.Tensor:
+    """``[T, heads, D]`` whose last dimension lies together, as it mostly does already."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

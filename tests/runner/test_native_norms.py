@@ -1,0 +1,120 @@
+"""Norms by the native kernel: the module's own result, wherever the kernel serves, and else the module's own way."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from runner import Engine, EngineConfig
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import native_kernels
+from runner.native_norms import restore_norms, use_native_norms
+from tests.runner.small_models import small_model
+
+CLASSES = [LlamaRMSNorm, Gemma3RMSNorm]
+
+
+@pytest.fixture(autouse=True)
+def _native_kernels_or_skip() -> None:
+    try:
+        native_kernels()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
+
+
+def norm_of(norm_class: type[nn.Module], size: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    norm = norm_class(size, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    return norm
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each call of the kernel."""
+    kernels, calls = native_kernels(), []
+    rms_norm = type(kernels).rms_norm
+    monkeypatch.setattr(type(kernels), "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
+    return calls
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("norm_class", CLASSES)
+@pytest.mark.parametrize("shape", [(40,), (1, 16, 40), (2, 3, 7, 40), (3000, 40), (0, 40)])
+def test_the_kernel_gives_what_the_module_gives(
+    norm_class: type[nn.Module], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = norm_of(norm_class)
+    rows = 3 * torch.randn(shape)
+    expected = norm(rows)
+    assert use_native_norms(norm) == 1
+    calls = counting(monkeypatch)
+    torch.testing.assert_close(norm(rows), expected)
+    if len(shape) > 2:
+        torch.testing.assert_close(norm(rows.transpose(0, -2)), expected.transpose(0, -2))
+    assert calls
+    restore_norms(norm)
+    assert type(norm) is norm_class
+    assert "_norm" not in vars(norm)
+
+
+@torch.no_grad()
+def test_a_weight_that_changes_counts_at_once() -> None:
+    norm, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40)
+    use_native_norms(norm)
+    norm.weight.data.mul_(2)
+    changed = copy.deepcopy(norm)
+    assert type(changed) is LlamaRMSNorm
+    torch.testing.assert_close(norm(rows), changed(rows))
+
+
+@pytest.mark.parametrize("case", ["with gradients", "in bfloat16", "compiled", "another size"])
+def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40)
+    norm = copy.deepcopy(plain)
+    use_native_norms(norm)
+    calls = counting(monkeypatch)
+    if case == "with gradients":
+        norm(rows).sum().backward()
+        assert norm.weight.grad is not None
+    with torch.no_grad():
+        if case == "in bfloat16":
+            assert torch.equal(norm.bfloat16()(rows.bfloat16()), plain.bfloat16()(rows.bfloat16()))
+        elif case == "compiled":
+            torch.testing.assert_close(torch.compile(norm, backend="aot_eager")(rows), plain(rows))
+        elif case == "another size":
+            with pytest.raises(RuntimeError, match="size"):
+                norm(rows[:, :7])
+    assert not calls
+
+
+def test_a_module_that_computes_something_else_is_left_alone() -> None:
+    class HalvingRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) / 2
+
+    norm = HalvingRMSNorm(40)
+    assert use_native_norms(nn.Sequential(norm, nn.LayerNorm(40), norm_of(LlamaRMSNorm).double())) == 0
+    assert type(norm) is HalvingRMSNorm
+
+
+def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:
+    norm = norm_of(Gemma3RMSNorm)
+    use_native_norms(norm)
+    for other in (copy.copy(norm), copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(other) is Gemma3RMSNorm
+        assert torch.equal(other.weight, norm.weight)
+
+
+def test_engines_change_norms_where_they_compute_natively_and_give_them_back_where_not() -> None:
+    model = small_model("qwen3")
+    plain = [type(module) for module in model.modules()]
+    Engine(model, config=EngineConfig(num_blocks=20))
+    assert sum(type(module) is not was for module, was in zip(model.modules(), plain, strict=True)) > 4
+    Engine(model, config=EngineConfig(num_blocks=20, attention_backend="torch", packed_weights=False))
+    assert [type(module) for module in model.modules()] == plain
