@@ -77,13 +77,15 @@ bench: $(STAMPS)/bench peer ## measure beside vLLM's manager, and as work grows;
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER)
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER)
 
-bench-engine: $(STAMPS)/demo $(STAMPS)/dev ## measure the runner's engine beside transformers; prints the tables
+bench-engine: $(STAMPS)/demo $(STAMPS)/dev ## measure the runner's engine beside transformers, and its native kernels; prints the tables
 	$(BIN)/python -m tests.bench.bench_engine
+	$(BIN)/python -m tests.bench.bench_native
 
 bench-docs: $(STAMPS)/bench $(STAMPS)/demo peer compiled ## as both, and put tables and figures into docs/performance.md
 	$(BIN)/python -m tests.bench.compare --peer-dir $(PEER) --update-docs
 	$(BIN)/python -m tests.bench.scaling --peer-dir $(PEER) --update-docs
 	$(BIN)/python -m tests.bench.bench_engine --update-docs
+	$(BIN)/python -m tests.bench.bench_native --update-docs
 
 # By way of a source distribution: compiled among the sources, the modules would stay there and be imported.
 compiled: can-compile $(STAMPS)/dev ## compile kvcore's hot path, with a C compiler: a wheel in artifacts/dist, and what is in it unpacked

@@ -11,8 +11,7 @@ import torch
 class HugePages:
     """Memory in pages of megabytes, where Linux gives them, handed out piece by piece.
 
-    A core finds 4 KiB pages by tables that it looks up all the time when it reads on and on: weights are read a third
-    faster from huge ones, by `tests/bench/bench_native.py`.
+    A core looks up where each 4 KiB page lies, which takes much of the time where it reads on and on.
 
     Args:
         num_floats: Room for so many.

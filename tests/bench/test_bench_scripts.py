@@ -11,7 +11,7 @@ import pytest
 
 from tests.bench.peer import ROOT
 
-SCRIPTS = ["compare", "gc_pause", "on_kvcore", "on_vllm", "profile_tables", "scaling"]
+SCRIPTS = ["bench_native", "compare", "gc_pause", "metrics_cost", "on_kvcore", "on_vllm", "profile_tables", "scaling"]
 
 
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +55,18 @@ def test_a_profile_is_a_table_for_each_workload(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "==== hybrid.cold_admit32k, kvcore" in out.read_text("utf-8")
     assert "allocate_slots" in out.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_the_native_kernels_are_measured_beside_what_they_stand_for() -> None:
+    done = run("bench_native", "--layers", "1", "--reps", "1", "--threads", "1")
+    if "there are no native kernels to measure" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    times = [float(cell) for row in rows for cell in row[1:] if cell.replace(".", "").isdigit()]
+    assert "16 of 8,192, 8,144 shared" in [row[0] for row in rows]
+    assert min(times) > 0
 
 
 def test_collections_are_counted_by_phase() -> None:
