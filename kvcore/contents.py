@@ -87,7 +87,7 @@ class PrefixContents:
             return spans[index]
         if index > len(spans):
             return self.spans(index + 1)[index]
-        size = self._block_size
+        size = self._block_size  # as in _make_span, whose span would be made for its tokens to be taken out again
         tokens = self._token_ids[index * size : (index + 1) * size].tobytes()
         extra_keys = self._extra_keys.of_blocks(index, index + 1, size) if self._extra_keys else {}
         last = spans[-1] if spans else None

@@ -156,7 +156,8 @@ class KVCacheCoordinator(ABC):
     def append_new_blocks(self, request_id: RequestId, num_new_blocks: Sequence[int]) -> GroupBlocks:
         """Grows the tables by so many blocks in each group; the new blocks for each group. O(groups + new blocks).
 
-        Taken from the pool in one call: the same blocks, in the same order, as in one call a group.
+        Taken from the pool in one call: the same blocks, in the same order, as in one call a group. That so many are
+        free is for the caller to see to.
         """
         blocks = self.block_pool.hand_out(sum(num_new_blocks))
         if len(self.single_type_managers) == 1:
@@ -193,8 +194,8 @@ class KVCacheCoordinator(ABC):
 
     # -- how far a request can go ---------------------------------------------------------------------------------
     #
-    # Loops, here and in num_new_blocks: every block of every request that decodes asks these, and with one group
-    # `min([... for ...])` takes three times as long, with six twice.
+    # Loops, here and in num_new_blocks, since decoding asks these for each new block: `min([... for ...])` takes three
+    # times as long with one group, and twice with six.
 
     def num_slots(self, request_id: RequestId) -> int:
         """Tokens that the request's tables hold, in every group. O(groups)."""

@@ -151,8 +151,10 @@ def grow_each(
     """What :meth:`kvcore.KVCacheManager.grow` does, its counts checked.
 
     Two rounds: the first finds what is wrong with any request, and which of them are due; most cost no more than its
-    comparisons. Only the second changes anything. The requests are untyped, or compiled code would refuse a count that
-    is no ``int`` before it is looked at here.
+    comparisons. Only the second changes anything. The list is of ``Any``: typed, compiled code would raise a
+    ``TypeError`` of its own on a count that is no ``int``, before :func:`_refuse` says what is wrong.
+
+    O(requests + new blocks + newly full blocks).
     """
     num_more = num_new_tokens + num_lookahead_tokens
     due: list[tuple[int, Holder]] = []

@@ -1,6 +1,6 @@
 """RMS norms in one call of C instead of the seven operations that models of transformers have written out.
 
-In a decode step each of these is short, and is mostly waited for: a product has just driven its code out of the caches.
+In a decode step each of these is short, and most of its time goes into starting it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ ERROR = 16 * torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Norm:
-    """What a module has turned out to compute: ``x / sqrt(mean(x^2) + epsilon) * (offset + weight)``."""
+    """What a module has turned out to compute: ``x / sqrt(mean(x^2) + epsilon) * (offset + weight)``.
+
+    Args:
+        epsilon: Keeps the root from being 0.
+        offset: One of :data:`OFFSETS`.
+    """
 
     epsilon: float
     offset: float
@@ -64,8 +69,11 @@ def restore_norms(model: nn.Module) -> None:
 class _Native:
     """Stands before a class of norms."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result; by the kernel where it serves, for one tensor and nothing else."""
+        if len(args) != 1 or kwargs:
+            return super().forward(*args, **kwargs)
+        hidden_states, weight = args[0], self.weight
         if (
             torch.is_grad_enabled()
             or not is_plain(hidden_states)

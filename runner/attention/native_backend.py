@@ -17,7 +17,8 @@ from runner.attention.spans import plan_spans
 from runner.attention.torch_softmax import GatherBuffer
 from runner.batch import GroupBatch
 from runner.errors import RunnerError, UnsupportedModelError
-from runner.native.kernels import MOST_HEAD_SIZE, SUFFIXES, AttentionWork, native_kernels
+from runner.native.build import MOST_HEAD_SIZE
+from runner.native.kernels import SUFFIXES, AttentionWork, native_kernels
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class NativePlan:
     Args:
         slots: ``[T]``, of the step.
         pieces: Sequences with many queries.
-        work: Those with few, for the kernel; None: there are none.
+        work: Those with few, for the kernel, call by call.
     """
 
     slots: torch.Tensor
     pieces: list[Piece]
-    work: AttentionWork | None
+    work: list[AttentionWork]
 
 
 class NativeBackend(AttentionBackend):
@@ -67,7 +68,7 @@ class NativeBackend(AttentionBackend):
     def plan(self, batch: GroupBatch) -> NativePlan:
         """Cuts the step into pieces of long sequences and spans that the others read. O(tokens they read)."""
         few, pieces = plan_pieces(batch)
-        return NativePlan(batch.slot_mapping, pieces, plan_spans(batch, few) if few else None)
+        return NativePlan(batch.slot_mapping, pieces, plan_spans(batch, few))
 
     def forward(
         self,
@@ -95,8 +96,8 @@ class NativeBackend(AttentionBackend):
         kernels = native_kernels()
         kernels.store(key, value, kv_cache, plan.slots)
         output = query.new_empty(query.shape)  # [T, Hq, D]
-        if plan.work is not None:
-            kernels.attend(plan.work, query, kv_cache, output, scale=scale, softcap=softcap, sinks=sinks)
+        for work in plan.work:
+            kernels.attend(work, query, kv_cache, output, scale=scale, softcap=softcap, sinks=sinks)
         if plan.pieces:
             by_key_head = (key.shape[1], query.shape[1] // key.shape[1])  # [Hkv, G] for Hq
             attend_pieces(

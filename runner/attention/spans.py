@@ -8,15 +8,35 @@ from itertools import accumulate
 from runner.attention.base import visible_from
 from runner.attention.cohorts import shared_beginnings
 from runner.batch import GroupBatch
-from runner.native.kernels import SPAN, AttentionWork
+from runner.native.build import SPAN
+from runner.native.kernels import AttentionWork
+
+MOST_PARTS = 1 << 13
+"""Of one call: pairs of a query and a span, each of which takes Hq * (D + 2) floats. They bound the memory of a step.
+
+A sequence is not divided: with 32 queries it has half as many pairs as tokens, whatever this says.
+"""
 
 
-def plan_spans(batch: GroupBatch, sequences: Sequence[int]) -> AttentionWork:
-    """The work of some sequences (indices into the batch), one at least. O(blocks they read).
+def plan_spans(batch: GroupBatch, sequences: Sequence[int]) -> list[AttentionWork]:
+    """The work of some sequences (indices into the batch), in one call or more.
 
     A span is the same for all sequences that have the same blocks at the same positions: what they share of a prefix is
-    read once.
+    read once in a call. O(blocks they read, and queries times spans).
     """
+    calls: list[list[int]] = []
+    room = 0
+    for i in sorted(sequences, key=lambda i: batch.block_ids[i][0]):
+        num_parts = batch.query_lens[i] * (2 + batch.context_lens[i] // SPAN)
+        if num_parts > room:
+            calls.append([])
+            room = MOST_PARTS
+        calls[-1].append(i)
+        room -= num_parts
+    return [_work(batch, some) for some in calls]
+
+
+def _work(batch: GroupBatch, sequences: Sequence[int]) -> AttentionWork:
     spec, block_size = batch.spec, batch.spec.block_size
     spans: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # first position, blocks: (query, from, until)
     query_token: list[int] = []
@@ -37,7 +57,7 @@ def plan_spans(batch: GroupBatch, sequences: Sequence[int]) -> AttentionWork:
         parts_of[query].append(index)
     return AttentionWork(
         span_start=[start for start, *_ in spans],
-        span_blocks=[0, *accumulate(len(key) - 1 for key in spans)],
+        span_blocks=[0, *accumulate(len(key) - 1 for key in spans)][:-1],
         span_parts=[0, *accumulate(map(len, spans.values()))],
         blocks=[block for _, *ids in spans for block in ids],
         part_token=[query_token[query] for query, _, _ in parts],
@@ -50,7 +70,7 @@ def plan_spans(batch: GroupBatch, sequences: Sequence[int]) -> AttentionWork:
 
 
 def _cut(first: int, shared: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Spans that cover positions ``first`` to ``stop``, cut where what is shared ends, elsewhere at multiples."""
+    """Spans of up to SPAN tokens over positions ``first`` to ``stop``, none of which goes beyond what is shared."""
     for begin, end in ((first // SPAN * SPAN, shared), (max(first // SPAN * SPAN, shared), stop)):
         for start in range(begin, end, SPAN):
             yield start, min(start + SPAN, end)

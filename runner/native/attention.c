@@ -11,7 +11,10 @@
 #include <math.h>
 #include <stddef.h>
 
-enum { SPAN = 64, MOST_HEAD_SIZE = 256 };
+// SPAN and MOST_HEAD_SIZE are defined where this is compiled, in build.py: Python has to know them too.
+
+// Rows of queries that are attended together: their sums, two panels wide, fit in the registers.
+enum { ROWS = ROWS_BY_2 < 8 ? ROWS_BY_2 : 8 };
 
 // A step for one group. A part is a query that reads from a span.
 struct work {
@@ -92,7 +95,7 @@ static inline float sum_of(lanes values)
     return half[0];
 }
 
-// Scores [SPAN] of tokens from `from` to `until` to weights, e^(score - maximum); no other's are of any use after.
+// Turns the scores [SPAN] of tokens `from` to `until` into weights, e^(score - maximum); of the others nothing is kept.
 static void softmax(float *scores, long from, long until, float softcap, float *maximum, float *total)
 {
     int_lanes index;
@@ -124,6 +127,7 @@ static inline void fetch(const void *at, long bytes)
     for (long offset = 0; offset < bytes; offset += 64) __builtin_prefetch((const char *)at + offset);
 }
 
+// Where what a query head makes of a part lies: a row of `parts`, an index into `maxima` and `totals`.
 static inline long part_of(const struct layer *layer, long part, long query_head)
 {
     return part * layer->heads * layer->group_size + query_head;

@@ -5,9 +5,6 @@
 // to_float(element)   and from_float(float)
 // all_lanes(pointer)  LANES of them as floats
 
-// Rows of queries that are attended together: the sums of a tile two panels wide fit in the registers.
-enum { NAME(ROWS) = ROWS_BY_2 < 8 ? ROWS_BY_2 : 8 };
-
 // A vector [token, head] of an attention module's tensor.
 static inline const element *NAME(vector)(const element *tensor, long token_stride, long head_stride, long token, long head)
 {
@@ -54,8 +51,8 @@ static void NAME(attend_span)(
     const long first_part = work->span_parts[span], num_parts = work->span_parts[span + 1] - first_part;
     float keys[SPAN * MOST_HEAD_SIZE];    // [SPAN / LANES panels, head_size, LANES tokens]
     float values[SPAN * MOST_HEAD_SIZE];  // [head_size / LANES panels, SPAN tokens, LANES]
-    float rows[NAME(ROWS) * MOST_HEAD_SIZE];
-    float weights[NAME(ROWS) * SPAN];
+    float rows[ROWS * MOST_HEAD_SIZE];
+    float weights[ROWS * SPAN];
 
     // Only what a query reads: everything else may be NaN.
     long begin = SPAN, end = 0;
@@ -92,21 +89,21 @@ static void NAME(attend_span)(
     // Rows are the heads of the first query, then those of the second, and so on.
     for (long part = first_part, member = 0; part < first_part + num_parts;) {
         const long from = work->part_from[part], until = work->part_until[part];
-        long at[NAME(ROWS)];  // where what comes of each row goes
+        long at[ROWS];  // where what comes of each row goes
         int count = 0;
-        while (count < NAME(ROWS) && part < first_part + num_parts && work->part_from[part] == from &&
+        while (count < ROWS && part < first_part + num_parts && work->part_from[part] == from &&
                work->part_until[part] == until) {
             const long query_head = head * group + member;
             const element *vector = NAME(vector)(
                 query, layer->query_token_stride, layer->query_head_stride, work->part_token[part], query_head);
             for (long i = 0; i < size; i++) rows[count * size + i] = layer->scale * to_float(vector[i]);
-            at[count++] = part * layer->heads * group + query_head;
+            at[count++] = part_of(layer, part, query_head);
             if (++member == group) {
                 member = 0;
                 part++;
             }
         }
-        lanes sums[NAME(ROWS) * 2];
+        lanes sums[ROWS * 2];
         for (long token = from / (2 * LANES) * 2 * LANES; token < until; token += 2 * LANES) {
             tile_by_2(count, rows, size, 1, keys + token * size, LANES * size, size, sums);
             for (int i = 0; i < count; i++) memcpy(weights + i * SPAN + token, sums + 2 * i, 2 * sizeof(lanes));

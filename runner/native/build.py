@@ -18,7 +18,19 @@ from runner.machine import cache_folder
 
 FOLDER = Path(__file__).parent
 SOURCES = ("linear.c", "attention.c", "norm.c")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC")
+SPAN = 64
+"""Tokens that the attention kernel takes at a time."""
+MOST_HEAD_SIZE = 256
+"""Elements of a head that it has room for."""
+FLAGS = (
+    f"-DSPAN={SPAN}",
+    f"-DMOST_HEAD_SIZE={MOST_HEAD_SIZE}",
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+)
 X86_FLAGS = ("-mprefer-vector-width=512",)
 TIMEOUT = 120
 """Seconds that the compiler may take for a file. It takes about one."""
@@ -82,7 +94,9 @@ def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
     except FileNotFoundError as error:
-        raise NativeUnavailableError(f"there is no C compiler {command[0]}; CC names another") from error
+        raise NativeUnavailableError(
+            f"there is no C compiler {command[0]}: install one, or name another in the environment variable CC"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailableError(f"{command[0]} takes more than {TIMEOUT} s") from error
     except OSError as error:
@@ -100,16 +114,19 @@ def _openmp_of_torch() -> str:
     except OSError as error:
         raise NativeUnavailableError("they are for Linux") from error
     paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in mapped.splitlines() if line.count("/"))
-    found = [path for path in paths if re.match(r"lib[gi]omp.*\.so", Path(path).name)]
+    found = [path for path in paths if re.match(r"lib[gi]?omp\d*(-[0-9a-f]+)?\.so", Path(path).name)]
     if not found:
         raise NativeUnavailableError("torch has loaded no OpenMP library")
     # Other packages may have brought their own. torch's is in its folder, or beside that in torch.libs.
     home = str(Path(torch.__file__).parent)
-    return next((path for path in found if path.startswith(home)), found[0])
+    return next((path for path in found if path.startswith((f"{home}/", f"{home}.libs/"))), found[0])
 
 
 def _fingerprint(command: Sequence[str]) -> str:
-    """Of all that decides what comes out. A home folder may serve machines with other CPUs."""
+    """Of the command, the sources and what the CPU can do: a home folder may serve machines with other CPUs.
+
+    Not of the compiler's version, which would have to be asked for in every process.
+    """
     digest = hashlib.sha256(repr((command, platform.machine(), _cpu_flags())).encode())
     for path in sorted(FOLDER.glob("*.[ch]")):
         digest.update(path.read_bytes())

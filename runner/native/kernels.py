@@ -13,10 +13,6 @@ import torch
 
 from runner.native.build import NativeUnavailableError, compiled_kernels
 
-SPAN = 64
-MOST_HEAD_SIZE = 256
-"""As in ``attention.c``."""
-
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The element types that attention is compiled for."""
 
@@ -67,6 +63,8 @@ class AttentionWork:
 class Kernels:
     """The compiled library. All tensors are on the CPU; it computes with as many threads as torch does.
 
+    Nothing is checked here: a tensor of a wrong type or layout has other memory read and written.
+
     Args:
         path: Where :func:`~runner.native.build.compiled_kernels` has put it.
 
@@ -95,7 +93,14 @@ class Kernels:
         self._attend = {dtype: getattr(library, f"attend_{suffix}") for dtype, suffix in SUFFIXES.items()}
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put keys and values ``[T, Hkv, D]`` into the slots ``[T]`` (-1: nowhere) of a cache."""
+        """Put keys and values into a cache.
+
+        Args:
+            key: ``[T, Hkv, D]``, of the cache's type.
+            value: ``[T, Hkv, D]``, of the cache's type.
+            kv_cache: ``[num_blocks, 2, block_size, Hkv, D]``, contiguous, of a type in :data:`SUFFIXES`.
+            slots: ``[T]``, int64; -1: nowhere.
+        """
         key, value = _vectors(key), _vectors(value)
         _, _, block_size, num_heads, head_size = kv_cache.shape
         self._store[kv_cache.dtype](
@@ -119,9 +124,9 @@ class Kernels:
 
         Args:
             work: Of the step.
-            query: ``[T, Hq, D]``.
-            kv_cache: ``[num_blocks, 2, block_size, Hkv, D]``, contiguous.
-            output: ``[T, Hq, D]``, contiguous.
+            query: ``[T, Hq, D]``, of the cache's type.
+            kv_cache: ``[num_blocks, 2, block_size, Hkv, D]``, contiguous, of a type in :data:`SUFFIXES`.
+            output: ``[T, Hq, D]``, contiguous, of the cache's type.
             scale: As in :meth:`~runner.attention.base.AttentionBackend.forward`.
             softcap: As there.
             sinks: As there.
@@ -160,7 +165,7 @@ class Kernels:
     def product(
         self, input: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[..., N]`` from an input ``[..., K]``, a packed weight and a bias ``[N]``, all float32."""
+        """``[..., N]`` from an input ``[..., K]``, a packed weight and a bias ``[N]``, contiguous; all float32."""
         columns, steps = weight.shape
         input = input.contiguous()
         rows = input.numel() // steps
@@ -172,7 +177,10 @@ class Kernels:
         return output
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, *, epsilon: float, offset: float) -> torch.Tensor:
-        """``input / sqrt(mean(input^2) + epsilon) * (offset + weight)``, for rows ``[..., K]`` and a weight ``[K]``."""
+        """``input / sqrt(mean(input^2) + epsilon) * (offset + weight)``, for rows ``[..., K]`` and a weight ``[K]``.
+
+        All float32; the weight is contiguous.
+        """
         input = input.contiguous()
         output = torch.empty_like(input)
         self._library.rms_norm(

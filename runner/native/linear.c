@@ -27,7 +27,7 @@ static void write(const lanes *sums, int panels, const float *bias, long first, 
     for (long i = 0; i < count; i++) y[first + i] = values[i] + (bias ? bias[first + i] : 0);
 }
 
-// x [rows, steps], y [rows, columns], bias [columns] or null; room for rows * steps floats, rows rounded up to strips.
+// x [rows, steps], y [rows, columns], bias [columns] or null, room for rows * steps floats.
 //
 // Two panels at a time, rows in strips if there are more than the registers hold sums of; but one panel where that holds
 // them all in one strip.

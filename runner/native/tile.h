@@ -1,4 +1,4 @@
-// What both kernels are made of: vectors of floats, and the product of a few rows with a few panels of columns.
+// What the kernels are made of: vectors of floats, and the product of a few rows with a few panels of columns.
 //
 // A panel is LANES columns, step after step: panel[step * LANES + lane]. It is read once, from the first float to the
 // last, while the sums of all rows stay in registers.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.attention import AttentionBackend, cohorts, pieces
+from runner.attention import AttentionBackend, cohorts, pieces, spans
 from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
 from runner.native.build import NativeUnavailableError, compiled_kernels
@@ -46,6 +46,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(pieces, "FEW_QUERIES", 3)
         monkeypatch.setattr(cohorts, "MOST_OWN_SLOTS", 40)
         monkeypatch.setattr(cohorts, "MIN_SHARED_TOKENS", 1)
+        monkeypatch.setattr(spans, "MOST_PARTS", 10)
     if "native" in request.param:
         return native_backend(monkeypatch, NARROW if "narrow" in request.param else None)
     return TorchBackend()

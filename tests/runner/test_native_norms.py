@@ -93,6 +93,15 @@ def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypa
     assert not calls
 
 
+@torch.inference_mode()
+def test_a_norm_may_be_called_as_its_class_may_be() -> None:
+    norm, rows = nn.ModuleDict({"it": torch.nn.RMSNorm(40, eps=1e-6)}), torch.randn(3, 40)
+    expected = norm["it"](rows)
+    assert use_native_norms(norm) == 1
+    torch.testing.assert_close(norm["it"](rows), expected)
+    torch.testing.assert_close(norm["it"](x=rows), expected)
+
+
 def test_a_module_that_computes_something_else_is_left_alone() -> None:
     class HalvingRMSNorm(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
