@@ -152,7 +152,7 @@ def grow_each(
 
     Two rounds: the first finds what is wrong with any request, and which of them are due; most cost no more than its
     comparisons. Only the second changes anything. The list is of ``Any``: typed, compiled code would raise a
-    ``TypeError`` of its own on a count that is no ``int``, before :func:`_refuse` says what is wrong.
+    ``TypeError`` of its own on a count that is no ``int``, before ``_refuse`` says what is wrong.
 
     O(requests + new blocks + newly full blocks).
     """
