@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.native.kernels import NativeUnavailableError, native_kernels
-from runner.packed_linear import is_plain
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import is_plain, native_kernels
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -62,8 +62,8 @@ def restore_norms(model: nn.Module) -> None:
     """Make the modules what they were."""
     for module in model.modules():
         if isinstance(module, _Native):
-            module.__dict__.pop("_norm")
-            module.__class__ = type(module).__mro__[2]
+            del module.__dict__["_norm"]
+            module.__class__ = module._own_class
 
 
 class _Native:
@@ -88,7 +88,7 @@ class _Native:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the class that everyone knows."""
         state = {name: value for name, value in self.__dict__.items() if name != "_norm"}
-        return _plain, (type(self).__mro__[2], state)
+        return _plain, (self._own_class, state)
 
 
 def _plain(norm_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
@@ -99,7 +99,8 @@ def _plain(norm_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 @cache
 def _native_class(norm_class: type[nn.Module]) -> type[nn.Module]:
-    return type(norm_class.__name__, (_Native, norm_class), {"__module__": norm_class.__module__})
+    names = {"__module__": norm_class.__module__, "_own_class": norm_class}
+    return type(norm_class.__name__, (_Native, norm_class), names)
 
 
 @torch.inference_mode()
@@ -109,8 +110,10 @@ def _recognized(module: nn.Module) -> Norm | None:
     weight = module.weight
     if weight.ndim != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(5, len(weight), generator=generator, dtype=torch.float32) * torch.logspace(-4, 2, 5)[:, None]
+    # Of a type and a place of their own, whatever torch's defaults are.
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    rows = torch.randn(5, len(weight), generator=torch.Generator().manual_seed(0), **float32)
+    rows *= torch.logspace(-4, 2, 5, **float32)[:, None]
     expected = module(rows)
     if expected.shape != rows.shape or expected.dtype != rows.dtype:
         return None

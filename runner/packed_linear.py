@@ -17,6 +17,7 @@ from torch import nn
 
 from kvcore.planning_text import size
 from runner.machine import machine_memory
+from runner.native.kernels import is_plain
 from runner.packed_products import PackedForm, packed_form
 
 ERROR = {torch.float32: 64, torch.bfloat16: 4}
@@ -168,18 +169,6 @@ def _state_of(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[object, 
         return *_state_of(weight, None), *_state_of(bias, None)
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), version, weight.dtype, weight.shape, weight.stride()
-
-
-def is_plain(input: torch.Tensor) -> bool:
-    """Whether a tensor is just its memory, on a CPU, and nobody watches what is done with it."""
-    return (
-        type(input) is torch.Tensor
-        and input.is_cpu
-        and not input.is_neg()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(input)
-    )
 
 
 @torch.inference_mode()

@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from runner.native.kernels import Kernels, NativeUnavailableError, native_kernels
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import Kernels, native_kernels
 from runner.native.memory import HugePages
 
 MOST_NATIVE_ROWS = 256

@@ -10,7 +10,8 @@ from runner.attention.base import AttentionBackend, AttentionLayer, has_triton
 from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
 from runner.errors import EngineConfigError
-from runner.native.kernels import NativeUnavailableError, native_kernels
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import native_kernels
 
 
 def _torch_backend(device: torch.device) -> AttentionBackend:

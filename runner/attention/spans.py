@@ -27,7 +27,8 @@ def plan_spans(batch: GroupBatch, sequences: Sequence[int]) -> list[AttentionWor
     calls: list[list[int]] = []
     room = 0
     for i in sorted(sequences, key=lambda i: batch.block_ids[i][0]):
-        num_parts = batch.query_lens[i] * (2 + batch.context_lens[i] // SPAN)
+        query_len, context_len = batch.query_lens[i], batch.context_lens[i]
+        num_parts = query_len * (2 + (context_len - visible_from(batch.spec, context_len - query_len)) // SPAN)
         if num_parts > room:
             calls.append([])
             room = MOST_PARTS

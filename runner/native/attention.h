@@ -133,9 +133,11 @@ void NAME(attend)(
     float *parts, float *maxima, float *totals, int threads)
 {
     const long query_heads = layer->heads * layer->group_size, size = layer->head_size;
+    // The heads of a span lie together: best read by one thread, where there are spans enough for all of them.
+    const long together = work->spans < 4 * threads ? 1 : layer->heads;
 #pragma omp parallel num_threads(threads)
     {
-#pragma omp for schedule(dynamic, layer->heads)
+#pragma omp for schedule(dynamic, together)
         for (long item = 0; item < work->spans * layer->heads; item++)
             NAME(attend_span)(
                 work, layer, query, cache, item / layer->heads, item % layer->heads, parts, maxima, totals);

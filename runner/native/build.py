@@ -72,7 +72,7 @@ def compiled_kernels(*, folder: Path | None = None) -> Path:
         if isinstance(error, NativeUnavailableError):
             raise
         raise NativeUnavailableError(
-            f"there is no folder to keep them in ({error}); XDG_CACHE_HOME names one"
+            f"there is no folder to keep them in ({error}): name another in the environment variable XDG_CACHE_HOME"
         ) from error
 
 

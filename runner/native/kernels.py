@@ -211,6 +211,22 @@ def _load() -> Kernels | str:
         return str(error)
 
 
+def is_plain(input: torch.Tensor) -> bool:
+    """Whether a tensor is just its memory, on a CPU, and nobody watches what is done with it.
+
+    Any other must not be handed to a kernel: a fake, a wrapped or a meta tensor has no such memory, and what compiles
+    or traces a model would not see the call.
+    """
+    return (
+        type(input) is torch.Tensor
+        and input.is_cpu
+        and not input.is_neg()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(input)
+    )
+
+
 def _floats(*shape: int) -> torch.Tensor:
     """On the CPU and in float32, whatever torch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")

@@ -102,6 +102,16 @@ def test_a_norm_may_be_called_as_its_class_may_be() -> None:
     torch.testing.assert_close(norm["it"](x=rows), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torch_s_default_type_changes_nothing(dtype: torch.dtype) -> None:
+    norm = norm_of(LlamaRMSNorm)
+    try:
+        torch.set_default_dtype(dtype)
+        assert use_native_norms(norm) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_module_that_computes_something_else_is_left_alone() -> None:
     class HalvingRMSNorm(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

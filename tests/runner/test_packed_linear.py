@@ -12,7 +12,8 @@ from torch import nn
 
 from runner import Engine, EngineConfig, SamplingParams, packed_linear, packed_products
 from runner.errors import EngineConfigError, RunnerError
-from runner.native.kernels import Kernels, NativeUnavailableError
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import Kernels
 from runner.packed_linear import PackedLinear, Packing, pack_linear_layers, unpack_linear_layers
 from tests.runner.byte_model import byte_model
 from tests.runner.small_models import random_prompts, small_model
