@@ -334,9 +334,10 @@ def test_of_several_prompts_all_are_queued_or_none(engine: Engine) -> None:
         await served.stream(["fine"] * 65, LONG, request_id="taken").start()  # and dropped
         first = served.stream("a", LONG, request_id="mine-1")
         await first.start()
+        # Until it runs, it takes the one place in the queue, and others are refused for that.
+        await until(lambda: (served.stats.running, served.stats.waiting) == (1, 0))
         with pytest.raises(RequestRefusedError, match="'mine-1' is in use"):
             await served.generate(["a", "b"], LONG, request_id="mine")
-        await until(lambda: served.stats.running == 1)
         with pytest.raises(EngineFullError, match=r"1 requests run and 0 wait, .* no room for 65 more"):
             await served.generate(["a"] * 65, LONG)
         assert (served.stats.running, served.stats.waiting) == (1, 0)
