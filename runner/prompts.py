@@ -28,9 +28,10 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         return _of_text(tokenizer, prompt)
     parts = _parts(prompt)
-    if all(isinstance(part, Integral) for part in parts):
-        return [int(part) for part in parts]
-    if all(isinstance(part, Mapping) for part in parts):
+    kinds = set(map(type, parts))  # few, where parts are many
+    if all(issubclass(kind, Integral) for kind in kinds):
+        return list(map(int, parts))
+    if all(issubclass(kind, Mapping) for kind in kinds):
         return _of_conversation(tokenizer, parts)
     raise _no_prompt(prompt)
 
