@@ -39,7 +39,7 @@ class EngineConfig:
         packed_weights: On a CPU, keep the weights of linear layers a second time, in the order in which products read
             them. Steps get faster; it takes as much memory as the weights. None: where there is a product that reads
             them, and that is at most a quarter of the machine's memory; True: or refuse.
-        block_size: Tokens per block. None: what suits the backend, 8 for "torch" and "native", 16 for most others.
+        block_size: Tokens per block. None: what suits the backend, 4 for "torch" and "native", 16 for most others.
             Layers that store fewer bytes per token than others get longer blocks.
         kv_cache_memory: Bytes for the cache. None: 1 GiB on a CPU, 80% of what the weights leave free on a GPU.
         num_blocks: Blocks of the cache, the null block included, instead of ``kv_cache_memory``.

@@ -46,8 +46,8 @@ class NativeBackend(AttentionBackend):
 
     @property
     def default_block_size(self) -> int:
-        """As the torch backend's: what a prefix hit leaves over takes longest on a CPU."""
-        return 8
+        """A quarter of what is usual: as fast here, and what a prefix hit leaves over takes long on a CPU."""
+        return 4
 
     def check(self, layers: Sequence[AttentionLayer], *, device: torch.device, dtype: torch.dtype) -> None:
         """As the contract says; what it refuses the torch backend takes."""

@@ -52,8 +52,8 @@ class TorchBackend(AttentionBackend):
 
     @property
     def default_block_size(self) -> int:
-        """Half of what is usual: as fast here, and what a prefix hit leaves over takes longest on a CPU."""
-        return 8
+        """A quarter of what is usual: hardly slower, and what a prefix hit leaves over takes long on a CPU."""
+        return 4
 
     def describe(self) -> str:
         """As the contract says."""

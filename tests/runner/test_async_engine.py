@@ -29,7 +29,7 @@ SHORT = SamplingParams(max_tokens=12)
 
 @pytest.fixture
 def engine() -> Engine:
-    return byte_engine(num_blocks=400, max_num_batched_tokens=256)
+    return byte_engine(num_blocks=400, block_size=8, max_num_batched_tokens=256)
 
 
 def serve(
@@ -157,7 +157,7 @@ def test_a_refusal_reaches_its_own_caller_and_no_other(engine: Engine) -> None:
 
 
 def test_a_full_queue_is_refused_with_the_numbers_and_has_room_again_later() -> None:
-    engine = byte_engine(num_blocks=60, max_num_seqs=2)
+    engine = byte_engine(num_blocks=60, block_size=8, max_num_seqs=2)
 
     async def scenario(served: AsyncEngine) -> None:
         streams = [served.stream(f"{i}", LONG) for i in range(5)]
@@ -281,7 +281,7 @@ def test_one_engine_serves_several_event_loops_one_after_the_other(engine: Engin
 
 
 def test_what_is_more_urgent_runs_first() -> None:
-    engine = byte_engine(num_blocks=60, max_num_seqs=1)
+    engine = byte_engine(num_blocks=60, block_size=8, max_num_seqs=1)
 
     async def scenario(served: AsyncEngine) -> None:
         blocker = served.stream("in the way", LONG)
@@ -370,7 +370,7 @@ def test_closing_a_stream_wakes_a_task_that_waits_for_it(engine: Engine) -> None
         assert await waiting is None
         blocker.close()
 
-    serve(byte_engine(num_blocks=60, max_num_seqs=1), scenario)
+    serve(byte_engine(num_blocks=60, block_size=8, max_num_seqs=1), scenario)
 
 
 def test_two_tasks_may_share_a_stream_and_both_come_to_its_end(engine: Engine) -> None:

@@ -84,7 +84,7 @@ def test_weights_are_packed_or_not_as_asked_and_the_answer_is_the_same(run: Run,
 
 def test_chat_keeps_the_conversation_and_says_what_was_cached(run: Run, folder: str) -> None:
     lines = "What is a cache, and what is a block?\n\nWhy?\n/clear\nWhat is a cache, and what is a block?\n"
-    status, out, err = run("chat", "--model", folder, *SMALL, "--system", "Be brief.", stdin=lines)
+    status, out, err = run("chat", "--model", folder, *SMALL, "--block-size", "8", "--system", "Be brief.", stdin=lines)
     assert status == 0
     answers = out.splitlines()
     assert len(answers) == 3
@@ -143,7 +143,7 @@ def test_every_command_says_on_stderr_what_it_runs_on(run: Run, folder: str, com
 
 
 def test_bench_prints_what_was_cached_cold_and_warm(run: Run, folder: str) -> None:
-    arguments = ["--requests", "4", "--prefix-tokens", "64", "--suffix-tokens", "8", *SMALL]
+    arguments = ["--requests", "4", "--prefix-tokens", "64", "--suffix-tokens", "8", "--block-size", "8", *SMALL]
     status, out, _ = run("bench", "--model", folder, *arguments)
     assert status == 0
     assert "4 requests that share 64 tokens" in out

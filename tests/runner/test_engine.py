@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = byte_engine(num_blocks=100, max_num_batched_tokens=64)
+    engine = byte_engine(num_blocks=100, block_size=8, max_num_batched_tokens=64)
     yield engine
     engine.manager.check_invariants()
     assert engine.manager.usage == 0
@@ -308,7 +308,7 @@ def test_generate_and_stream_want_the_engine_to_themselves(engine: Engine) -> No
 def test_what_can_never_run_is_refused_before_anything_starts(
     model: PreTrainedModel, prompt: list[int], max_tokens: int, message: str
 ) -> None:
-    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=60))
+    engine = Engine(copy.deepcopy(model), config=EngineConfig(num_blocks=60, block_size=8))
     with pytest.raises(RequestRefusedError, match=message):
         engine.generate([[1, 2, 3], prompt], SamplingParams(max_tokens=max_tokens))
     with pytest.raises(RequestRefusedError, match=message):
@@ -486,7 +486,7 @@ def test_bfloat16_runs_and_keeps_its_cache_in_bfloat16(model: PreTrainedModel) -
         ({"max_model_len": 1025, "num_blocks": 10}, "max_model_len=1,025 is more than the 1,024 tokens"),
         ({"attention_backend": "magic", "num_blocks": 10}, "attention_backend must be one of torch"),
         (
-            {"num_blocks": 10**12},
+            {"num_blocks": 10**12, "block_size": 8},
             r"the cache takes 7,4.* TiB and this machine has .* lower kv_cache_",
         ),
         ({"dtype": "float3"}, "dtype must be one of float32, bfloat16, float16, float64, or None; got 'float3'"),

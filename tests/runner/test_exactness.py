@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,7 +52,7 @@ def case(architecture: str) -> Case:
 
 
 def engine_for(architecture: str, **config: object) -> Engine:
-    engine = Engine(copy.deepcopy(case(architecture).model), config=EngineConfig(**{"num_blocks": 300, **config}))  # type: ignore[arg-type]
+    engine = Engine(copy.deepcopy(case(architecture).model), config=EngineConfig(**{"num_blocks": 600, **config}))  # type: ignore[arg-type]
     # What no request has written must have no influence.
     for kv_cache in engine.model_runner.kv_caches.values():
         kv_cache.fill_(float("nan"))
@@ -75,7 +76,10 @@ def test_a_batch_equals_one_by_one_generation_with_the_cache_off_cold_and_warm(a
     warm = engine.generate(this.prompts, SamplingParams(max_tokens=MAX_TOKENS))
     assert [output.token_ids for output in warm] == this.expected
     # All full blocks of each prompt are found, the last token's excepted.
-    assert [output.num_cached_tokens for output in warm] == [(len(prompt) - 1) // 8 * 8 for prompt in this.prompts]
+    size = math.lcm(*(group.kv_cache_spec.block_size for group in engine.kv_cache_config.kv_cache_groups))
+    assert [output.num_cached_tokens for output in warm] == [
+        (len(prompt) - 1) // size * size for prompt in this.prompts
+    ]
 
 
 @architectures

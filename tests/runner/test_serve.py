@@ -40,7 +40,7 @@ class Server:
     """The example in a thread, on a free port."""
 
     def __init__(self) -> None:
-        self.engine = byte_engine(num_blocks=1000, max_num_seqs=8)
+        self.engine = byte_engine(num_blocks=1000, block_size=8, max_num_seqs=8)
         self.served = AsyncEngine(self.engine, max_queued_requests=MAX_QUEUED)
         app = serve.make_app(self.served, MODEL)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))

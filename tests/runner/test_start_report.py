@@ -66,25 +66,25 @@ def test_the_report_of_a_full_attention_model_has_the_numbers_of_its_pool() -> N
     assert rows["model"] == f"LlamaForCausalLM, {parameters:,} parameters in {size(4 * parameters)}"
     assert re.fullmatch(r"cpu, float32, attention: (native|torch \(no native kernels: .+\))", rows["runs on"])
     assert rows["requests"] == "up to 5 at once, 512 tokens a step"
-    assert rows["prefix hits"] == "multiples of 8 tokens"
+    assert rows["prefix hits"] == "multiples of 4 tokens"
     assert (
         rows["memory"] == f"{len(pool.blocks)} blocks x {size(cache_bytes // len(pool.blocks))} = {size(cache_bytes)}"
     )
     assert rows["usable"].startswith(f"{pool.get_num_free_blocks()} blocks")
-    assert rows["all requests"].startswith(f"{8 * pool.get_num_free_blocks():,} tokens")
+    assert rows["all requests"].startswith(f"{4 * pool.get_num_free_blocks():,} tokens")
     capacity = engine.capacity
     (group,) = capacity.groups
-    assert f"\n    0  {group.attention}            4           8  " in report
+    assert f"\n    0  {group.attention}            4           4  " in report
     assert (group.attention, group.layer_names) == ("full", tuple(f"layers.{i}" for i in range(4)))
     (length,) = capacity.lengths
     assert length.num_tokens == 256
     assert reach_full_length(engine, length.max_requests, 256)
     assert not reach_full_length(engine, length.max_requests + 1, 256)
-    assert report.splitlines()[-1].split()[:2] == ["256", "32"]
+    assert report.splitlines()[-1].split()[:2] == ["256", str(256 // 4)]
 
 
 def test_the_report_of_a_hybrid_model_names_each_group_and_its_window() -> None:
-    engine = hybrid_engine(num_blocks=300, max_model_len=512, max_num_batched_tokens=64)
+    engine = hybrid_engine(num_blocks=300, block_size=8, max_model_len=512, max_num_batched_tokens=64)
     groups = engine.kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec) for group in groups]
     assert sorted(kind.__name__ for kind in kinds) == ["FullAttentionSpec"] + ["SlidingWindowSpec"] * 3
@@ -147,7 +147,7 @@ def test_it_says_why_torch_computes_where_the_backend_that_nobody_asked_for_does
     monkeypatch.setitem(BACKENDS, "picky", lambda device: Picky())
     monkeypatch.setattr(engine_module, "make_backend", lambda name, device: make_backend(name or "picky", device))
     model = small_model("llama")
-    engine = Engine(model, config=EngineConfig(num_blocks=20))
+    engine = Engine(model, config=EngineConfig(num_blocks=20, block_size=8))
     assert rows_of(engine.describe())["runs on"] == "cpu, float32, attention: torch (layers.0: too large for picky)"
     assert engine.generate([[1, 2, 3]])[0].token_ids
     with pytest.raises(UnsupportedModelError, match=r"layers.0: too large for picky"):
@@ -159,7 +159,7 @@ def test_it_is_logged_once_where_somebody_listens(caplog: pytest.LogCaptureFixtu
         byte_engine(num_blocks=20)
     assert not caplog.records
     with caplog.at_level(logging.INFO, logger="runner"):
-        engine = byte_engine(num_blocks=20)
+        engine = byte_engine(num_blocks=20, block_size=8)
         engine.generate("a")
     (record,) = [record for record in caplog.records if record.name.startswith("runner")]
     assert record.name == "runner.engine"
