@@ -23,7 +23,9 @@ from runner.kv_cache import torch_dtype
 from runner.layers import check_positions, specs_of
 from runner.loader import find_model
 from runner.model_runner import ModelRunner
-from runner.native_norms import restore_norms, use_native_norms
+from runner.native_mlps import use_native_mlps
+from runner.native_modules import restore_modules
+from runner.native_norms import use_native_norms
 from runner.outputs import RequestOutput
 from runner.packed_linear import Packing, pack_linear_layers, unpack_linear_layers
 from runner.prompts import Prompt, as_list, eos_token_ids
@@ -43,10 +45,10 @@ class Engine(RequestLoop):
 
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: its attention becomes the
-            paged one, its linear layers may get packed weights beside their own, and its norms a shorter way to compute
-            the same. To give it back: ``model.set_attn_implementation("sdpa")``,
-            :func:`runner.packed_linear.unpack_linear_layers` and :func:`runner.native_norms.restore_norms`. Whoever
-            changes its weights meanwhile calls :meth:`weights_changed`.
+            paged one, its linear layers may get packed weights beside their own, and its norms and MLPs a shorter way
+            to compute the same. To give it back: ``model.set_attn_implementation("sdpa")``,
+            :func:`runner.packed_linear.unpack_linear_layers` and :func:`runner.native_modules.restore_modules`.
+            Whoever changes its weights meanwhile calls :meth:`weights_changed`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
 
@@ -96,8 +98,9 @@ class Engine(RequestLoop):
         self.packing = _pack(model, config.packed_weights)
         if model_runner.backend.name == NativeBackend.name:
             use_native_norms(model)
+            use_native_mlps(model)
         else:
-            restore_norms(model)  # where an engine before this one has changed them
+            restore_modules(model)  # where an engine before this one has changed them
         manager = KVCacheManager(
             self.kv_cache_config,
             self.max_model_len,

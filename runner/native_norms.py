@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import is_plain, native_kernels
+from runner.native_modules import NativeModule, make_native, restore_modules
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -43,7 +43,7 @@ def use_native_norms(model: nn.Module) -> int:
     is what the kernel computes. It keeps its weight, and its own way of computing for where the kernel does not serve:
     with gradients, in another type, or while it is compiled or traced.
     """
-    restore_norms(model)
+    restore_modules(model, _NativeNorm)
     try:
         native_kernels()
     except NativeUnavailableError:
@@ -52,55 +52,26 @@ def use_native_norms(model: nn.Module) -> int:
     for module in list(model.modules()):
         norm = _recognized(module)
         if norm is not None:
-            module.__class__ = _native_class(type(module))
-            module.__dict__["_norm"] = norm
+            make_native(module, _NativeNorm, norm)
             taken += 1
     return taken
 
 
-def restore_norms(model: nn.Module) -> None:
-    """Make the modules what they were."""
-    for module in model.modules():
-        if isinstance(module, _Native):
-            del module.__dict__["_norm"]
-            module.__class__ = module._own_class
+class _NativeNorm(NativeModule):
+    _found: Norm
 
-
-class _Native:
-    """Stands before a class of norms."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result; by the kernel where it serves, for one tensor and nothing else."""
-        if len(args) != 1 or kwargs:
-            return super().forward(*args, **kwargs)
-        hidden_states, weight = args[0], self.weight
+    def natively(self, input: torch.Tensor) -> torch.Tensor | None:
+        weight = self._parameters.get("weight")  # self.weight takes longer than the rest
         if (
-            torch.is_grad_enabled()
-            or not is_plain(hidden_states)
-            or not hidden_states.dtype == weight.dtype == torch.float32
-            or hidden_states.shape[-1:] != weight.shape
+            weight is None  # it is computed from others
+            or torch.is_grad_enabled()
+            or not is_plain(input)
+            or not input.dtype == weight.dtype == torch.float32
+            or input.shape[-1:] != weight.shape
             or not weight.is_contiguous()
         ):
-            return super().forward(hidden_states)
-        norm = self._norm
-        return native_kernels().rms_norm(hidden_states, weight, epsilon=norm.epsilon, offset=norm.offset)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies are of the class that everyone knows."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_norm"}
-        return _plain, (self._own_class, state)
-
-
-def _plain(norm_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    norm = norm_class.__new__(norm_class)
-    norm.__dict__.update(state)
-    return norm
-
-
-@cache
-def _native_class(norm_class: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": norm_class.__module__, "_own_class": norm_class}
-    return type(norm_class.__name__, (_Native, norm_class), names)
+            return None
+        return native_kernels().rms_norm(input, weight, epsilon=self._found.epsilon, offset=self._found.offset)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch import nn
 from kvcore.planning_text import size
 from runner.machine import machine_memory
 from runner.native.kernels import is_plain
-from runner.packed_products import PackedForm, packed_form
+from runner.packed_products import NativeForm, PackedForm, packed_form
 
 ERROR = {torch.float32: 64, torch.bfloat16: 4}
 """Most that a packed product may differ from the plain one, in units of rounding of the largest value."""
@@ -57,9 +57,11 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., N]`` from ``[..., K]``."""
-        packed, weight, bias = self.packed, self.weight, self.bias
+        packed, parameters = self.packed, self._parameters  # self.weight takes as long as all that is asked below
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         if (
             packed is None
+            or weight is None  # it is computed from others
             or torch.is_grad_enabled()
             or not is_plain(input)
             or packed.state != _state_of(weight, bias)
@@ -67,8 +69,28 @@ class PackedLinear(nn.Linear):
             or input.shape[-1:] != weight.shape[1:]
             or torch.is_autocast_enabled("cpu")
         ):
-            return F.linear(input, weight, bias)
+            return F.linear(input, self.weight, self.bias)
         return packed.form.product(input, packed.weight, weight, bias)
+
+    def native_weight(self) -> Packed | None:
+        """What the native product would read, for a kernel that computes more than this layer.
+
+        None where the layer computes anything else: with a bias, by another product or from a weight that has changed,
+        and where something hooks into it.
+        """
+        packed, parameters = self.packed, self._parameters
+        weight = parameters.get("weight")
+        if (
+            packed is None
+            or weight is None
+            or parameters.get("bias") is not None
+            or self._forward_hooks
+            or self._forward_pre_hooks
+            or packed.form.name != NativeForm.name
+            or packed.state != _state_of(weight, None)
+        ):
+            return None
+        return packed
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "packed"}

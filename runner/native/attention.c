@@ -6,7 +6,7 @@
 // that the softmaxes divide by (the online softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; split
 // along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-#include "tile.h"
+#include "functions.h"
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
@@ -39,60 +39,30 @@ struct layer {
     const float *sinks;  // [heads * group_size], or null
 };
 
-// e^x of values that are not above 0; a relative error of about 2^-23. Where x <= -87 it is e^-87, next to nothing.
-static inline lanes exp_of_negative(lanes x)
-{
-    const int_lanes tiny = x < -87.0f;
-    x = (lanes)(((int_lanes)x & ~tiny) | ((int_lanes)((lanes){0} - 87.0f) & tiny));
-    // x = n ln 2 + r, |r| <= ln 2 / 2. The first part of ln 2 has few digits, so that n times it is exact.
-    const int_lanes n = __builtin_convertvector(x * 1.44269504f - 0.5f, int_lanes);
-    const lanes times = __builtin_convertvector(n, lanes);
-    const lanes r = (x - times * 0.693359375f) + times * 2.12194440e-4f;
-    // The Taylor series: the first term left out is below 2^-25.
-    lanes sum = r * (1.0f / 5040) + 1.0f / 720;
-    sum = sum * r + 1.0f / 120;
-    sum = sum * r + 1.0f / 24;
-    sum = sum * r + 1.0f / 6;
-    sum = sum * r + 0.5f;
-    sum = sum * r + 1.0f;
-    sum = sum * r + 1.0f;
-    return (lanes)((int_lanes)sum + (n << 23));
-}
-
-static inline lanes tanh_of(lanes x)
-{
-    const int_lanes sign = (int_lanes)x & INT32_MIN;
-    const lanes negative = (lanes)((int_lanes)x | INT32_MIN);  // -|x|
-    const lanes power = exp_of_negative(2 * negative);
-    return (lanes)((int_lanes)((1 - power) / (1 + power)) | sign);
-}
-
 static inline lanes larger(lanes a, lanes b)
 {
     const int_lanes first = a > b;
     return (lanes)(((int_lanes)a & first) | ((int_lanes)b & ~first));
 }
 
+// Each round combines every lane with the one half the lanes away, and puts the result into two lanes: in the end all
+// hold the same.
+#define COMBINED_LANES(values, combined) \
+    _Pragma("GCC unroll 4") for (int width = LANES; width > 1; width /= 2) { \
+        const lanes a = SHUFFLED(values, values, INTERLEAVED_LOW), b = SHUFFLED(values, values, INTERLEAVED_HIGH); \
+        values = combined; \
+    }
+
 static inline float largest(lanes values)
 {
-    float half[LANES];
-    memcpy(half, &values, sizeof values);
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < width; i++) half[i] = half[i] > half[i + width] ? half[i] : half[i + width];
-    return half[0];
+    COMBINED_LANES(values, larger(a, b))
+    return values[0];
 }
 
 static inline float sum_of(lanes values)
 {
-    float half[LANES];
-    memcpy(half, &values, sizeof values);
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < width; i++) half[i] += half[i + width];
-    return half[0];
+    COMBINED_LANES(values, a + b)
+    return values[0];
 }
 
 // Turns the scores [SPAN] of tokens `from` to `until` into weights, e^(score - maximum); of the others nothing is kept.
@@ -146,11 +116,18 @@ static void join(
     }
     float total = layer->sinks ? expf(layer->sinks[query_head] - highest) : 0;
     memset(output, 0, size * sizeof(float));
-    for (long i = begin; i < end; i++) {
-        const long at = part_of(layer, work->parts_of_queries[i], query_head);
-        const float share = expf(maxima[at] - highest), *part = parts + at * size;
-        total += share * totals[at];
-        for (long j = 0; j < size; j++) output[j] += share * part[j];
+    for (long first = begin; first < end; first += LANES) {
+        const int count = end - first < LANES ? end - first : LANES;
+        lanes shares = {0};
+        for (int i = 0; i < count; i++)
+            shares[i] = maxima[part_of(layer, work->parts_of_queries[first + i], query_head)] - highest;
+        shares = exp_of_negative(shares);
+        for (int i = 0; i < count; i++) {
+            const long at = part_of(layer, work->parts_of_queries[first + i], query_head);
+            const float *part = parts + at * size;
+            total += shares[i] * totals[at];
+            for (long j = 0; j < size; j++) output[j] += shares[i] * part[j];
+        }
     }
     for (long j = 0; j < size; j++) output[j] /= total;
 }

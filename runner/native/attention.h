@@ -104,15 +104,14 @@ static void NAME(attend_span)(
             }
         }
         lanes sums[ROWS * 2];
-        for (long token = from / (2 * LANES) * 2 * LANES; token < until; token += 2 * LANES) {
-            tile_by_2(count, rows, size, 1, keys + token * size, LANES * size, size, sums);
-            for (int i = 0; i < count; i++) memcpy(weights + i * SPAN + token, sums + 2 * i, 2 * sizeof(lanes));
-        }
+        for (long token = from / (2 * LANES) * 2 * LANES; token < until; token += 2 * LANES)
+            tile_by_2(
+                count, rows, size, 1, keys + token * size, LANES * size, size, (lanes *)(weights + token), SPAN / LANES);
         for (int i = 0; i < count; i++)
             softmax(weights + i * SPAN, from, until, layer->softcap, maxima + at[i], totals + at[i]);
         for (long first = 0; first < size; first += 2 * LANES) {
             const float *panel = values + first * SPAN + from * LANES;
-            tile_by_2(count, weights + from, SPAN, 1, panel, LANES * SPAN, until - from, sums);
+            tile_by_2(count, weights + from, SPAN, 1, panel, LANES * SPAN, until - from, sums, 2);
             const long width = size - first < 2 * LANES ? size - first : 2 * LANES;
             for (int i = 0; i < count; i++) {
                 float *to = parts + at[i] * size + first;

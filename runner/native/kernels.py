@@ -16,6 +16,9 @@ from runner.native.build import NativeUnavailableError, compiled_kernels
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The element types that attention is compiled for."""
 
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""Those of gated MLPs, by the numbers that ``linear.c`` gives them."""
+
 _long, _int, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_void_p
 _WORK = (
     "span_start",
@@ -60,6 +63,21 @@ class AttentionWork:
         self.num_parts = len(arrays["part_token"])
 
 
+class _Room(threading.local):
+    """Memory to compute in, kept from call to call: fresh from the allocator it costs a page fault every 4 KiB."""
+
+    size = 0
+    address = 0
+
+    def address_of(self, num_floats: int) -> int:
+        """Of room for so many, until the next call of this thread."""
+        if num_floats > self.size:
+            self.size = num_floats + num_floats // 4
+            self.floats = torch.empty(self.size, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+            self.address = self.floats.data_ptr()
+        return self.address
+
+
 class Kernels:
     """The compiled library. All tensors are on the CPU; it computes with as many threads as torch does.
 
@@ -81,6 +99,7 @@ class Kernels:
         library.packed_size.argtypes = (_long, _long)
         library.pack_weight.argtypes = (_pointer, _long, _long, _pointer, _int)
         library.packed_product.argtypes = (*(_pointer,) * 4, *(_long,) * 3, _pointer, _int)
+        library.packed_gated_mlp.argtypes = (*(_pointer,) * 4, _int, _pointer, *(_long,) * 4, _pointer, _int)
         library.rms_norm.argtypes = (*(_pointer,) * 3, _long, _long, ctypes.c_float, ctypes.c_float, _int)
         strided = (_pointer, _long, _long)
         for suffix in SUFFIXES.values():
@@ -88,7 +107,8 @@ class Kernels:
             store.argtypes = (*strided, *strided, _pointer, _pointer, *(_long,) * 4, _int)
             attend.argtypes = (*(_pointer,) * 8, _int)
         self._library = library
-        self._room = threading.local()
+        self._packed_product = library.packed_product
+        self._room = _Room()
         self._store = {dtype: getattr(library, f"store_{suffix}") for dtype, suffix in SUFFIXES.items()}
         self._attend = {dtype: getattr(library, f"attend_{suffix}") for dtype, suffix in SUFFIXES.items()}
 
@@ -140,19 +160,12 @@ class Kernels:
             scale, softcap or 0.0, None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         num_rows = work.num_parts * num_query_heads
-        room = self._room_for(num_rows * (head_size + 2))
-        maxima = room.data_ptr() + 4 * num_rows * head_size
+        room = self._room.address_of(num_rows * (head_size + 2))
+        maxima = room + 4 * num_rows * head_size
         self._attend[kv_cache.dtype](
             work.address, ctypes.addressof(layer), query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
-            room.data_ptr(), maxima, maxima + 4 * num_rows, torch.get_num_threads(),
+            room, maxima, maxima + 4 * num_rows, torch.get_num_threads(),
         )  # fmt: skip
-
-    def _room_for(self, num_floats: int) -> torch.Tensor:
-        """Kept from call to call, for each thread: memory fresh from the allocator costs a page fault every 4 KiB."""
-        room: torch.Tensor | None = getattr(self._room, "floats", None)
-        if room is None or len(room) < num_floats:
-            room = self._room.floats = _floats(num_floats + num_floats // 4)
-        return room
 
     def packed_size(self, weight: torch.Tensor) -> int:
         """Floats that a weight ``[N, K]`` takes when it is packed."""
@@ -169,10 +182,43 @@ class Kernels:
         columns, steps = weight.shape
         input = input.contiguous()
         rows = input.numel() // steps
-        output, room = _floats(*input.shape[:-1], columns), _floats(rows * steps)
-        self._library.packed_product(
+        output = input.new_empty((*input.shape[:-1], columns))
+        self._packed_product(
             input.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr(),
-            rows, columns, steps, room.data_ptr(), torch.get_num_threads(),
+            rows, columns, steps, self._room.address_of(rows * steps), torch.get_num_threads(),
+        )  # fmt: skip
+        return output
+
+    def gated_mlp(
+        self,
+        input: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        inner: int,
+        columns: int,
+        activation: str,
+    ) -> torch.Tensor:
+        """``(activation(input gate^T) * (input up^T)) down^T``, ``[..., N]`` from an input ``[..., K]`` in float32.
+
+        Args:
+            input: What goes in.
+            gate: A packed weight ``[I, K]``.
+            up: Another one.
+            down: A packed weight ``[N, I]``.
+            inner: ``I``.
+            columns: ``N``.
+            activation: A key of :data:`ACTIVATIONS`.
+        """
+        input = input.contiguous()
+        steps = input.shape[-1]
+        rows = input.numel() // steps
+        output = input.new_empty((*input.shape[:-1], columns))
+        self._library.packed_gated_mlp(
+            input.data_ptr(), gate.data_ptr(), up.data_ptr(), down.data_ptr(), ACTIVATIONS[activation],
+            output.data_ptr(), rows, columns, inner, steps, self._room.address_of(rows * (steps + inner)),
+            torch.get_num_threads(),
         )  # fmt: skip
         return output
 
@@ -225,11 +271,6 @@ def is_plain(input: torch.Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not torch._C._functorch.is_functorch_wrapped_tensor(input)
     )
-
-
-def _floats(*shape: int) -> torch.Tensor:
-    """On the CPU and in float32, whatever torch's defaults are."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _vectors(tensor: torch.Tensor) -> torch.Tensor:

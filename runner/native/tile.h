@@ -56,14 +56,14 @@ static inline __attribute__((always_inline)) void transpose(lanes *rows)
 
 static inline long rounded_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// sums[row * panels + panel] = sum over steps of x[row * x_row + step * x_step] * panel[step]
+// sums[row * sums_row + panel] = sum over steps of x[row * x_row + step * x_step] * panel[step]
 //
 // `rows` and `panels`, 1 or 2, are constants wherever it is called, so that the inner loops are unrolled and the sums
 // are registers. Panels come from two places at a time, two of them or the halves of one: memory is asked for further
 // ahead than from a single place, and weights arrive about a quarter faster.
 static inline __attribute__((always_inline)) void tile(
     const int rows, const int panels, const float *x, long x_row, long x_step, const float *panel, long panel_size,
-    long steps, lanes *sums)
+    long steps, lanes *sums, long sums_row)
 {
     lanes sum[ROWS_BY_1 * 2];
 #pragma GCC unroll 32
@@ -93,17 +93,17 @@ static inline __attribute__((always_inline)) void tile(
         for (int row = 0; row < rows; row++)
             sum[row] += x[row * x_row + (steps - 1) * x_step] * *(const lanes *)(panel + (steps - 1) * LANES);
 #pragma GCC unroll 32
-    for (int i = 0; i < rows * panels; i++) sums[i] = sum[i];
+    for (int i = 0; i < rows * panels; i++) sums[i / panels * sums_row + i % panels] = sum[i];
 }
 
 #define TILE_CASE(rows, panels) \
-    case rows: tile(rows, panels, x, x_row, x_step, panel, panel_size, steps, sums); break;
+    case rows: tile(rows, panels, x, x_row, x_step, panel, panel_size, steps, sums, sums_row); break;
 
 // For more rows than ROWS_BY_2, up to ROWS_BY_1.
 static inline void tile_by_1(
     int rows, const float *x, long x_row, long x_step, const float *panel, long steps, lanes *sums)
 {
-    const long panel_size = 0;
+    const long panel_size = 0, sums_row = 1;
     switch (rows) {
 #ifdef __AVX512F__
         TILE_CASE(13, 1) TILE_CASE(14, 1) TILE_CASE(15, 1) TILE_CASE(16, 1)
@@ -116,7 +116,8 @@ static inline void tile_by_1(
 
 // For 1 to ROWS_BY_2 rows; the second panel lies panel_size floats behind the first.
 static inline void tile_by_2(
-    int rows, const float *x, long x_row, long x_step, const float *panel, long panel_size, long steps, lanes *sums)
+    int rows, const float *x, long x_row, long x_step, const float *panel, long panel_size, long steps, lanes *sums,
+    long sums_row)
 {
     switch (rows) {
         TILE_CASE(1, 2) TILE_CASE(2, 2) TILE_CASE(3, 2) TILE_CASE(4, 2)

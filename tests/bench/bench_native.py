@@ -1,4 +1,4 @@
-"""Measures what the native kernels save on a CPU: products with few rows, by each way to compute them, and attention.
+"""Measures what the native kernels save on a CPU: products with few rows, by each way to compute them, MLPs, attention.
 
 Weights and caches have the sizes of SmolLM2-135M's, each layer its own, so that they come from memory and not from a
 cache of the CPU. Prints Markdown tables; progress goes to the standard error.
@@ -15,6 +15,9 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvcore import KVCacheConfig, KVCacheGroupSpec
 from kvcore.blocks import KVCacheBlock
@@ -25,6 +28,9 @@ from runner.attention.native_backend import NativeBackend
 from runner.batch import GroupBatch, SequenceSlice
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import native_kernels
+from runner.native_mlps import use_native_mlps
+from runner.native_modules import restore_modules
+from runner.packed_linear import pack_linear_layers
 from runner.packed_products import MklForm, NativeForm, PackedForm
 from runner.step_inputs import make_batch
 from tests.bench import peer, report
@@ -33,7 +39,7 @@ SHAPES = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 57
 """``[N, K]`` of a layer's linear layers."""
 
 HEAD = (49152, 576)
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 8
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 4
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 STEPS = {
     "1 sequence of 784 tokens": (1, 784, 0),
@@ -78,6 +84,23 @@ def products(num_layers: int, repetitions: int) -> Iterator[list[str]]:
         inputs = {size: torch.randn(rows, size) for size in (576, 1536)}
         times = [seconds(partial(by_form, name, inputs), repetitions) for name in forms]
         times.append(seconds(partial(plainly, inputs), repetitions))
+        yield [f"{rows}", *(report.number(1e3 * time) for time in times)]
+
+
+def mlps(num_layers: int, repetitions: int) -> Iterator[list[str]]:
+    """All MLPs of one step of the model, in milliseconds, for each number of rows."""
+    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_attention_heads=NUM_HEADS)
+    with torch.inference_mode(False):
+        model = nn.Sequential(*(LlamaMLP(config) for _ in range(num_layers)))
+    pack_linear_layers(model, whatever_it_takes=True)
+    yield ["rows", "one call", "one by one"]
+    for rows in ROWS:
+        peer.progress(f"MLPs of {rows} rows")
+        compute = partial(model, torch.randn(rows, 576))
+        use_native_mlps(model)
+        times = [seconds(compute, repetitions)]
+        restore_modules(model)
+        times.append(seconds(compute, repetitions))
         yield [f"{rows}", *(report.number(1e3 * time) for time in times)]
 
 
@@ -141,6 +164,8 @@ def main() -> None:
         text = (
             f"All products of a step with SmolLM2-135M's weights in float32, in milliseconds:\n\n"
             f"{table(list(products(args.layers, args.reps)))}\n\n"
+            "All MLPs of a step, in milliseconds, in one call each, and by native products and torch's activation:\n\n"
+            f"{table(list(mlps(args.layers, args.reps)))}\n\n"
             f"All attention of a decode step, in milliseconds:\n\n{table(list(attention(args.layers, args.reps)))}\n\n"
             f"{args.layers} layers, {args.threads} threads, torch {torch.__version__}, {report.machine()['processor']}."
         )

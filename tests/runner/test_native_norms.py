@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from runner import Engine, EngineConfig
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import native_kernels
-from runner.native_norms import restore_norms, use_native_norms
+from runner.native_modules import restore_modules
+from runner.native_norms import use_native_norms
 from tests.runner.small_models import small_model
 
 CLASSES = [LlamaRMSNorm, Gemma3RMSNorm]
@@ -58,9 +59,9 @@ def test_the_kernel_gives_what_the_module_gives(
     if len(shape) > 2:
         torch.testing.assert_close(norm(rows.transpose(0, -2)), expected.transpose(0, -2))
     assert calls
-    restore_norms(norm)
+    restore_modules(norm)
     assert type(norm) is norm_class
-    assert "_norm" not in vars(norm)
+    assert "_found" not in vars(norm)
 
 
 @torch.no_grad()

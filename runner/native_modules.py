@@ -1,0 +1,69 @@
+"""Modules of a model that compute by a native kernel where it serves, and else as they always did.
+
+Which ones is not read from a list of models: a module is taken for what the kernel computes if it computes the same of
+random rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class NativeModule:
+    """Stands before the class of a module. For one tensor and nothing else, the kernel is asked first."""
+
+    _own_class: type[nn.Module]
+    _found: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        if len(args) == 1 and not kwargs:
+            output = self.natively(args[0])
+            if output is not None:
+                return output
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def natively(self, input: torch.Tensor) -> torch.Tensor | None:
+        """What the kernel makes of ``input``; None where it does not serve."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are of the class that everyone knows."""
+        state = {name: value for name, value in vars(self).items() if name != "_found"}
+        return _own, (self._own_class, state)
+
+
+def make_native(module: nn.Module, kind: type[NativeModule], found: Any) -> None:
+    """Put a kind of native module before the module's class.
+
+    Args:
+        module: Of a class that is not native yet.
+        kind: What computes.
+        found: What it has to know of the module, ``self._found`` to it.
+    """
+    module.__class__ = _class_of(kind, type(module))
+    module.__dict__["_found"] = found
+
+
+def restore_modules(model: nn.Module, kind: type[NativeModule] = NativeModule) -> None:
+    """Make native modules, those of a kind or all, what they were."""
+    for module in model.modules():
+        if isinstance(module, kind):
+            del module.__dict__["_found"]
+            module.__class__ = module._own_class
+
+
+@cache
+def _class_of(kind: type[NativeModule], own_class: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": own_class.__module__, "_own_class": own_class}
+    return type(own_class.__name__, (kind, own_class), names)
+
+
+def _own(own_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = own_class.__new__(own_class)
+    module.__dict__.update(state)
+    return module
