@@ -44,11 +44,12 @@ class Engine(RequestLoop):
     own. One thread. What it is and what fits is logged at INFO when it is made; see :meth:`describe`.
 
     Args:
-        model: A transformers model for causal language modelling. The engine takes it over: its attention becomes the
-            paged one, its linear layers may get packed weights beside their own, and its norms and MLPs a shorter way
-            to compute the same. To give it back: ``model.set_attn_implementation("sdpa")``,
-            :func:`runner.packed_linear.unpack_linear_layers` and :func:`runner.native_modules.restore_modules`.
-            Whoever changes its weights meanwhile calls :meth:`weights_changed`.
+        model: A transformers model for causal language modelling. The engine takes it over: it is put into evaluation
+            mode, its attention becomes the paged one, its linear layers may get packed weights beside their own, and
+            its norms and MLPs a shorter way to compute the same. To give it back:
+            ``model.set_attn_implementation("sdpa")``, :func:`runner.packed_linear.unpack_linear_layers` and
+            :func:`runner.native_modules.restore_modules`. Whoever changes its weights meanwhile calls
+            :meth:`weights_changed`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
 
@@ -73,6 +74,7 @@ class Engine(RequestLoop):
         self.config = config = config or EngineConfig()
         backend = make_backend(config.attention_backend, model.device)
         hf_attention.register()
+        model.eval()
         model.set_attn_implementation(hf_attention.ATTENTION_NAME)
         dtype = str(model.dtype).removeprefix("torch.")
         block_size = config.block_size or backend.default_block_size

@@ -6,14 +6,16 @@ In a decode step the call saves starting each of these, and what goes through th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from runner.native.build import NativeUnavailableError
-from runner.native.kernels import ACTIVATIONS, is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, restore_modules
+from runner.native.kernels import is_plain, native_kernels
+from runner.native_modules import NativeModule, make_native, only_computes, restore_modules
 from runner.packed_linear import PackedLinear
 from runner.packed_products import MOST_NATIVE_ROWS
 
@@ -22,6 +24,12 @@ LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 CHILDREN = {*LAYERS, "act_fn"}
 """All that it is made of."""
+
+FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""torch's own, by the names of the kernel's."""
+
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""Whatever torch's defaults are."""
 
 ERROR = 64 * torch.finfo(torch.float32).eps
 """Most that an MLP may differ from the module's own, as a share of the largest value."""
@@ -66,11 +74,11 @@ class _NativeMlp(NativeModule):
     _found: Mlp
 
     def natively(self, input: torch.Tensor) -> torch.Tensor | None:
-        activation = self._modules["act_fn"]
+        activation = self._modules.get("act_fn")
         if (
             activation is not self._found.module
-            or activation._forward_hooks
-            or activation._forward_pre_hooks
+            or not only_computes(activation)
+            or self.training  # some have dropout then
             or torch.is_grad_enabled()
             or not is_plain(input)
             or torch.is_autocast_enabled("cpu")
@@ -83,7 +91,7 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
     """By the kernel; None where it does not serve."""
     packed = []
     for name in LAYERS:
-        layer = module._modules[name]
+        layer = module._modules.get(name)
         if type(layer) is not PackedLinear or (weight := layer.native_weight()) is None:
             return None
         packed.append(weight)
@@ -106,22 +114,30 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
 def _recognized(module: nn.Module) -> Mlp | None:
     if not type(module).__name__.endswith("MLP") or {name for name, _ in module.named_children()} != CHILDREN:
         return None
+    activation = _activation(module.act_fn)
     gate = module.gate_proj
-    if type(gate) is not PackedLinear:
+    if activation is None or type(gate) is not PackedLinear:
         return None
-    # Of a type and a place of their own, whatever torch's defaults are. Of several sizes: what is large may be cut off.
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    rows = torch.randn(6, gate.in_features, generator=torch.Generator().manual_seed(0), **float32)
-    rows *= torch.logspace(-3, 2, 6, **float32)[:, None]
-    expected = None
-    for activation in ACTIVATIONS:
-        found = _computed(module, rows, activation)
-        if found is None:
-            return None
-        if expected is None:
-            expected = module(rows)
-        if expected.shape != found.shape or expected.dtype != found.dtype:
-            return None
-        if ((found - expected).abs().amax(-1) <= ERROR * expected.abs().amax(-1)).all():
-            return Mlp(activation, module.act_fn)
+    # Of several sizes: what is large may be cut off.
+    rows = torch.randn(6, gate.in_features, generator=torch.Generator().manual_seed(0), **FLOAT32)
+    rows *= torch.logspace(-3, 2, 6, **FLOAT32)[:, None]
+    found = _computed(module, rows, activation)
+    if found is None:
+        return None
+    expected = module(rows)
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return None
+    largest = expected.abs().amax(-1)
+    # Where nothing comes out, as of a layer that begins with zeros, nothing can be told.
+    if not (largest > 0).all() or not ((found - expected).abs().amax(-1) <= ERROR * largest).all():
+        return None
+    return Mlp(activation, module.act_fn)
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Which of :data:`~runner.native.kernels.ACTIVATIONS` a module computes."""
+    values = torch.linspace(-10, 10, 401, **FLOAT32)
+    for name, function in FUNCTIONS.items():
+        if only_computes(module) and torch.allclose(module(values), function(values), rtol=1e-5, atol=1e-6):
+            return name
     return None

@@ -21,6 +21,8 @@ class NativeModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own result."""
+        if not isinstance(self, NativeModule):  # somebody has kept this method, and the module is what it was
+            return type(self).forward(self, *args, **kwargs)
         if len(args) == 1 and not kwargs:
             output = self.natively(args[0])
             if output is not None:
@@ -33,8 +35,11 @@ class NativeModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the class that everyone knows."""
-        state = {name: value for name, value in vars(self).items() if name != "_found"}
-        return _own, (self._own_class, state)
+        # Objects have that method from Python 3.11 on.
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != "_found"}
+        return _new, (self._own_class,), state
 
 
 def make_native(module: nn.Module, kind: type[NativeModule], found: Any) -> None:
@@ -52,9 +57,20 @@ def make_native(module: nn.Module, kind: type[NativeModule], found: Any) -> None
 def restore_modules(model: nn.Module, kind: type[NativeModule] = NativeModule) -> None:
     """Make native modules, those of a kind or all, what they were."""
     for module in model.modules():
-        if isinstance(module, kind):
+        if isinstance(module, kind) and "_own_class" in vars(type(module)):  # torch makes subclasses of it too
             del module.__dict__["_found"]
             module.__class__ = module._own_class
+
+
+def only_computes(module: nn.Module) -> bool:
+    """Whether a call of the module does what its class says, and nobody hooks into it."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or torch.nn.modules.module._global_forward_hooks
+        or torch.nn.modules.module._global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 @cache
@@ -63,7 +79,5 @@ def _class_of(kind: type[NativeModule], own_class: type[nn.Module]) -> type[nn.M
     return type(own_class.__name__, (kind, own_class), names)
 
 
-def _own(own_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    module = own_class.__new__(own_class)
-    module.__dict__.update(state)
-    return module
+def _new(own_class: type[nn.Module]) -> nn.Module:
+    return own_class.__new__(own_class)

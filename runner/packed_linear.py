@@ -18,6 +18,7 @@ from torch import nn
 from kvcore.planning_text import size
 from runner.machine import machine_memory
 from runner.native.kernels import is_plain
+from runner.native_modules import only_computes
 from runner.packed_products import NativeForm, PackedForm, packed_form
 
 ERROR = {torch.float32: 64, torch.bfloat16: 4}
@@ -57,7 +58,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., N]`` from ``[..., K]``."""
-        packed, parameters = self.packed, self._parameters  # self.weight takes as long as all that is asked below
+        packed = self.__dict__.get("packed")  # who has kept this method may call it for a layer that is unpacked
+        parameters = self._parameters  # self.weight takes as long as all that is asked below
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if (
             packed is None
@@ -75,8 +77,8 @@ class PackedLinear(nn.Linear):
     def native_weight(self) -> Packed | None:
         """What the native product would read, for a kernel that computes more than this layer.
 
-        None where the layer computes anything else: with a bias, by another product or from a weight that has changed,
-        and where something hooks into it.
+        None where the layer computes anything else: with a bias, by another product, from a weight that has changed, by
+        a ``forward`` of its own, and where something hooks into it.
         """
         packed, parameters = self.packed, self._parameters
         weight = parameters.get("weight")
@@ -84,8 +86,7 @@ class PackedLinear(nn.Linear):
             packed is None
             or weight is None
             or parameters.get("bias") is not None
-            or self._forward_hooks
-            or self._forward_pre_hooks
+            or not only_computes(self)
             or packed.form.name != NativeForm.name
             or packed.state != _state_of(weight, None)
         ):
@@ -198,7 +199,7 @@ def _agrees(packed: Packed, weight: torch.Tensor) -> bool:
     """Whether the packed product is the plain one but for rounding, with fewer rows and with more than packed for."""
     generator = torch.Generator().manual_seed(0)
     for num_rows in (1, 3, 17, 65, 257):
-        rows = torch.randn(num_rows, weight.shape[1], generator=generator).to(weight.dtype)
+        rows = torch.randn(num_rows, weight.shape[1], generator=generator, device="cpu").to(weight.dtype)
         expected = F.linear(rows, weight).float()
         error = (packed.form.product(rows, packed.weight, weight, None).float() - expected).abs().max()
         # Not the other way round: of a weight that holds NaN, the error is NaN.

@@ -72,9 +72,11 @@ class _Room(threading.local):
     def address_of(self, num_floats: int) -> int:
         """Of room for so many, until the next call of this thread."""
         if num_floats > self.size:
-            self.size = num_floats + num_floats // 4
-            self.floats = torch.empty(self.size, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+            size = num_floats + num_floats // 4
+            self.size = 0  # until there is other room: it may fail, or be interrupted
+            self.floats = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
             self.address = self.floats.data_ptr()
+            self.size = size
         return self.address
 
 
@@ -260,16 +262,20 @@ def _load() -> Kernels | str:
 def is_plain(input: torch.Tensor) -> bool:
     """Whether a tensor is just its memory, on a CPU, and nobody watches what is done with it.
 
-    Any other must not be handed to a kernel: a fake, a wrapped or a meta tensor has no such memory, and what compiles
-    or traces a model would not see the call.
+    Any other must not be handed to a kernel: a fake, a wrapped, a sparse or a meta tensor has no such memory, and what
+    compiles, traces, transforms or counts operations would not see the call.
     """
     return (
         type(input) is torch.Tensor
-        and input.is_cpu
-        and not input.is_neg()
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_compiling()  # before what would keep it from compiling
         and not torch.jit.is_tracing()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(input)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and input.is_cpu
+        and input.layout is torch.strided
+        and not input.is_nested
+        and not input.is_neg()
+        and not input._is_zerotensor()
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -146,30 +147,56 @@ def test_a_weight_that_is_written_to_or_replaced_counts_at_once(layer: str, monk
 
 @torch.inference_mode()
 @pytest.mark.parametrize("layer", [*LAYERS, "act_fn"])
-@pytest.mark.parametrize("how", ["replaced", "hooked", "hooked before"])
+@pytest.mark.parametrize(
+    "how", ["replaced", "deleted", "given a forward", "hooked", "hooked before", "hooked with all"]
+)
 def test_a_part_that_is_replaced_or_hooked_into_is_called(
     layer: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp, rows = native(llama_mlp()), torch.randn(3, SIZE)
+    mlp, rows, seen, hooks = native(llama_mlp()), torch.randn(3, SIZE), [], []
     part = getattr(mlp, layer)
+
+    def halved(input: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return type(part).forward(part, input) / 2
+
+    def hook(module: nn.Module, *_: object) -> None:
+        seen.extend([1] * (module is part))
+
     if how == "replaced":
-        setattr(mlp, layer, nn.Sequential(part, nn.Hardtanh(-0.1, 0.1)))
-        expected = LlamaMLP.forward(mlp, rows)
+        setattr(mlp, layer, nn.Sequential(part))
+        part.register_forward_hook(hook)
+    elif how == "deleted":
+        delattr(mlp, layer)
+        setattr(mlp, layer, halved)
+    elif how == "given a forward":
+        part.forward = halved
+    elif how == "hooked with all":
+        hooks.append(nn.modules.module.register_module_forward_hook(hook))
     else:
-        seen: list[int] = []
-        hook = part.register_forward_hook if how == "hooked" else part.register_forward_pre_hook
-        hook(lambda *_: seen.append(1))
-        expected = copy.deepcopy(mlp)(rows)
+        (part.register_forward_hook if how == "hooked" else part.register_forward_pre_hook)(hook)
+    try:
+        expected = LlamaMLP.forward(mlp, rows)
         seen.clear()
-    with counting(monkeypatch) as calls:
-        torch.testing.assert_close(mlp(rows), expected)
-    assert not calls
-    assert how == "replaced" or seen
+        with counting(monkeypatch) as calls:
+            torch.testing.assert_close(mlp(rows), expected)
+        assert seen
+        assert not calls
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
-@pytest.mark.parametrize("case", ["with gradients", "under autocast", "compiled", "more rows", "another size"])
+class DroppingMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, training=self.training)
+
+
+@pytest.mark.parametrize(
+    "case", ["with gradients", "under autocast", "compiled", "counted", "more rows", "another size", "trained"]
+)
 def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, mlp, rows = llama_mlp(), native(llama_mlp()), torch.randn(3, SIZE)
+    plain, mlp, rows = llama_mlp(), native(llama_mlp(mlp_class=DroppingMLP)), torch.randn(3, SIZE)
     with counting(monkeypatch) as calls:
         if case == "with gradients":
             mlp(rows).sum().backward()
@@ -179,7 +206,14 @@ def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypa
                 with torch.autocast("cpu"):
                     assert mlp(rows).dtype == torch.bfloat16
             elif case == "compiled":
-                torch.testing.assert_close(torch.compile(mlp, backend="aot_eager")(rows), plain(rows))
+                compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+                torch.testing.assert_close(compiled(rows), plain(rows))
+            elif case == "counted":
+                with FlopCounterMode(display=False) as counter:
+                    mlp(rows)
+                assert counter.get_total_flops() == 3 * 2 * len(rows) * SIZE * INNER
+            elif case == "trained":
+                assert (mlp.train()(rows) == 0).any()
             elif case == "more rows":
                 many = torch.randn(MOST_NATIVE_ROWS + 1, SIZE)
                 torch.testing.assert_close(mlp(many), plain(many))
@@ -194,10 +228,12 @@ def test_a_module_that_computes_something_else_or_has_no_packed_weights_is_left_
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).clamp(-10, 10)
 
-    others = nn.Sequential(llama_mlp("relu"), llama_mlp(bias=True), llama_mlp(mlp_class=CappedMLP))
+    zero = llama_mlp("relu")  # as every other while its last weight is zero
+    nn.init.zeros_(zero.down_proj.weight)
+    others = nn.Sequential(llama_mlp("relu"), llama_mlp(bias=True), llama_mlp(mlp_class=CappedMLP), zero)
     pack_linear_layers(others, whatever_it_takes=True)
     assert use_native_mlps(nn.Sequential(others, llama_mlp())) == 0
-    assert [type(module) for module in others] == [LlamaMLP, LlamaMLP, CappedMLP]
+    assert [type(module) for module in others] == [LlamaMLP, LlamaMLP, CappedMLP, LlamaMLP]
 
 
 def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:
@@ -205,6 +241,20 @@ def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:
     for other in (copy.copy(mlp), copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
         assert type(other) is LlamaMLP
         assert torch.equal(other.up_proj.weight, mlp.up_proj.weight)
+    mlp.itself = mlp.forward  # as some keep it to wrap it
+    other = copy.deepcopy(mlp)
+    assert other.itself.__self__ is other
+
+
+@torch.no_grad()
+def test_a_method_that_somebody_has_kept_computes_when_all_is_given_back() -> None:
+    mlp, rows = native(llama_mlp()), torch.randn(3, SIZE)
+    kept = [module.forward for module in (mlp, mlp.gate_proj)]
+    expected = [forward(rows) for forward in kept]
+    restore_modules(mlp)
+    unpack_linear_layers(mlp)
+    for forward, before in zip(kept, expected, strict=True):
+        torch.testing.assert_close(forward(rows), before)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-hybrid"])

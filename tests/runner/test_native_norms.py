@@ -87,7 +87,7 @@ def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypa
         if case == "in bfloat16":
             assert torch.equal(norm.bfloat16()(rows.bfloat16()), plain.bfloat16()(rows.bfloat16()))
         elif case == "compiled":
-            torch.testing.assert_close(torch.compile(norm, backend="aot_eager")(rows), plain(rows))
+            torch.testing.assert_close(torch.compile(norm, backend="aot_eager", fullgraph=True)(rows), plain(rows))
         elif case == "another size":
             with pytest.raises(RuntimeError, match="size"):
                 norm(rows[:, :7])
@@ -129,6 +129,21 @@ def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:
     for other in (copy.copy(norm), copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert type(other) is Gemma3RMSNorm
         assert torch.equal(other.weight, norm.weight)
+
+
+@torch.no_grad()
+def test_a_norm_whose_weight_is_computed_since_computes_by_itself_and_stays_what_torch_made_it() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    norm, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40)
+    expected = 2 * norm(rows)
+    use_native_norms(norm)
+    nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+    torch.testing.assert_close(norm(rows), expected)
+    restore_modules(norm)
+    torch.testing.assert_close(norm(rows), expected)
 
 
 def test_engines_change_norms_where_they_compute_natively_and_give_them_back_where_not() -> None:
