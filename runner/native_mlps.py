@@ -53,8 +53,8 @@ def use_native_mlps(model: nn.Module) -> int:
 
     A module is taken for one if its class says so, it is made of three linear layers, which are packed and have no
     bias, and an activation, and what it computes of random rows is what the kernel computes. It keeps these, and its
-    own way of computing for where the kernel does not serve: where its layers do not read their packed weights, or
-    something hooks into them.
+    own way of computing for where the kernel does not serve: in training mode, where its layers do not read their
+    packed weights, or where something hooks into them.
     """
     restore_modules(model, _NativeMlp)
     try:

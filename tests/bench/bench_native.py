@@ -91,7 +91,7 @@ def mlps(num_layers: int, repetitions: int) -> Iterator[list[str]]:
     """All MLPs of one step of the model, in milliseconds, for each number of rows."""
     config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_attention_heads=NUM_HEADS)
     with torch.inference_mode(False):
-        model = nn.Sequential(*(LlamaMLP(config) for _ in range(num_layers)))
+        model = nn.Sequential(*(LlamaMLP(config) for _ in range(num_layers))).eval()
     pack_linear_layers(model, whatever_it_takes=True)
     yield ["rows", "one call", "one by one"]
     for rows in ROWS:

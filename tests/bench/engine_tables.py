@@ -122,7 +122,7 @@ def _speeds(results: Results) -> Iterator[str]:
             _ratio(results, name, "generate"),
             f"{number(mean(served.first_tokens))} s",
             f"{number(max(served.first_tokens))} s",
-            "" if cached is None else f"{cached / sum(results['prompt_tokens']):.0%}",
+            "" if cached is None else f"{cached / sum(results['prompt_tokens']):.1%}",
             f"{_num_same(served.tokens, expected)} of {len(expected)}",
         ]
         yield f"| {' | '.join(cells)} |"

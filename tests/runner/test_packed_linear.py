@@ -253,7 +253,7 @@ def test_a_weight_turned_round_in_its_own_memory_is_another(dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "watched",
     [
-        torch.compile(lambda layer, rows: layer(rows), backend="aot_eager"),
+        torch.compile(lambda layer, rows: layer(rows), backend="aot_eager", fullgraph=True),
         lambda layer, rows: torch.jit.trace(layer, torch.zeros(3, 40))(rows),
         lambda layer, rows: torch.vmap(layer)(rows),
         lambda layer, rows: layer(torch._neg_view(-rows)),
