@@ -15,7 +15,7 @@ from kvcore.hashing import BlockHasher
 from kvcore.manager import KVCacheManager
 from kvcore.planning import CapacityReport, plan_kv_cache
 from runner import hf_attention
-from runner.attention import make_backend
+from runner.attention import AttentionBackend, make_backend
 from runner.attention.native_backend import NativeBackend
 from runner.config import EngineConfig, check_memory
 from runner.errors import EngineConfigError, RunnerError
@@ -98,11 +98,7 @@ class Engine(RequestLoop):
             model.config, max_model_len=self.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens
         )
         self.packing = _pack(model, config.packed_weights)
-        if model_runner.backend.name == NativeBackend.name:
-            use_native_norms(model)
-            use_native_mlps(model)
-        else:
-            restore_modules(model)  # where an engine before this one has changed them
+        _compute_natively(model, model_runner.backend)
         manager = KVCacheManager(
             self.kv_cache_config,
             self.max_model_len,
@@ -258,6 +254,7 @@ class Engine(RequestLoop):
             )
         self._forget_everything()
         self.packing = _pack(self.model_runner.model, self.config.packed_weights)
+        _compute_natively(self.model_runner.model, self.model_runner.backend)
         if self.model_runner.graphs is not None:
             self.model_runner.capture_graphs(required=self.config.cuda_graphs is True)
 
@@ -267,6 +264,15 @@ class Engine(RequestLoop):
                 f"{len(self._live)} requests are under way: generate and stream want the engine to themselves; use "
                 "add_request and step to mix"
             )
+
+
+def _compute_natively(model: PreTrainedModel, backend: AttentionBackend) -> None:
+    """Where attention is native, norms and MLPs are too."""
+    if backend.name == NativeBackend.name:
+        use_native_norms(model)
+        use_native_mlps(model)
+    else:
+        restore_modules(model)  # where an engine before this one has changed them
 
 
 def _pack(model: PreTrainedModel, wanted: bool | None) -> Packing:

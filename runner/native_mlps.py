@@ -15,7 +15,7 @@ from torch import nn
 
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, only_computes, restore_modules
+from runner.native_modules import NativeModule, make_native, only_computes, output_of, restore_modules
 from runner.packed_linear import PackedLinear
 from runner.packed_products import MOST_NATIVE_ROWS
 
@@ -41,20 +41,25 @@ class Mlp:
 
     Args:
         activation: A key of :data:`~runner.native.kernels.ACTIVATIONS`.
-        module: The one that computes it.
+        activation_module: The one that computes it.
     """
 
     activation: str
-    module: nn.Module
+    activation_module: nn.Module
 
 
 def use_native_mlps(model: nn.Module) -> int:
     """Have a model's gated MLPs in float32 computed by the native kernel; how many there are.
 
-    A module is taken for one if its class says so, it is made of three linear layers, which are packed and have no
-    bias, and an activation, and what it computes of random rows is what the kernel computes. It keeps these, and its
-    own way of computing for where the kernel does not serve: in training mode, where its layers do not read their
-    packed weights, or where something hooks into them.
+    A module is taken for one if its class says so, it is made of three linear layers without a bias, packed by
+    :func:`~runner.packed_linear.pack_linear_layers` before this call, and an activation, and what it computes of random
+    rows is what the kernel computes. It keeps its layers, and its own way of computing for where the kernel does not
+    serve: with gradients, under autocast, in training mode, for more rows than
+    :data:`~runner.packed_products.MOST_NATIVE_ROWS`, where its layers do not read their packed weights, or where
+    something hooks into them.
+
+    Args:
+        model: In float32, on a CPU; any other is left as it is.
     """
     restore_modules(model, _NativeMlp)
     try:
@@ -76,7 +81,7 @@ class _NativeMlp(NativeModule):
     def natively(self, input: torch.Tensor) -> torch.Tensor | None:
         activation = self._modules.get("act_fn")
         if (
-            activation is not self._found.module
+            activation is not self._found.activation_module
             or not only_computes(activation)
             or self.training  # some have dropout then
             or torch.is_grad_enabled()
@@ -118,14 +123,11 @@ def _recognized(module: nn.Module) -> Mlp | None:
     gate = module.gate_proj
     if activation is None or type(gate) is not PackedLinear:
         return None
-    # Of several sizes: what is large may be cut off.
-    rows = torch.randn(6, gate.in_features, generator=torch.Generator().manual_seed(0), **FLOAT32)
-    rows *= torch.logspace(-3, 2, 6, **FLOAT32)[:, None]
-    found = _computed(module, rows, activation)
-    if found is None:
-        return None
-    expected = module(rows)
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+    # Of several sizes: what is large may be cut off, and models have elements of thousands.
+    rows = torch.randn(8, gate.in_features, generator=torch.Generator().manual_seed(0), **FLOAT32)
+    rows *= torch.logspace(-3, 4, 8, **FLOAT32)[:, None]
+    found, expected = _computed(module, rows, activation), output_of(module, rows)
+    if found is None or expected is None:
         return None
     largest = expected.abs().amax(-1)
     # Where nothing comes out, as of a layer that begins with zeros, nothing can be told.
@@ -137,7 +139,10 @@ def _recognized(module: nn.Module) -> Mlp | None:
 def _activation(module: nn.Module) -> str | None:
     """Which of :data:`~runner.native.kernels.ACTIVATIONS` a module computes."""
     values = torch.linspace(-10, 10, 401, **FLOAT32)
-    for name, function in FUNCTIONS.items():
-        if only_computes(module) and torch.allclose(module(values), function(values), rtol=1e-5, atol=1e-6):
-            return name
-    return None
+    found = output_of(module, values) if only_computes(module) else None
+    if found is None:
+        return None
+    agree = (
+        name for name, function in FUNCTIONS.items() if torch.allclose(found, function(values), rtol=1e-5, atol=1e-6)
+    )
+    return next(agree, None)

@@ -73,6 +73,17 @@ def only_computes(module: nn.Module) -> bool:
     )
 
 
+def output_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+    """What a module makes of rows, to be compared with what a kernel does; None where it is nothing of the kind."""
+    try:
+        output = module(rows)
+    except Exception:  # whatever it is: who calls the module in earnest will hear of it
+        return None
+    if not isinstance(output, torch.Tensor) or output.shape != rows.shape or output.dtype != rows.dtype:
+        return None
+    return output
+
+
 @cache
 def _class_of(kind: type[NativeModule], own_class: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": own_class.__module__, "_own_class": own_class}

@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, restore_modules
+from runner.native_modules import NativeModule, make_native, output_of, restore_modules
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -41,7 +41,7 @@ def use_native_norms(model: nn.Module) -> int:
 
     A module is taken for one if its class says so, its only parameter is a weight, and what it computes of random rows
     is what the kernel computes. It keeps its weight, and its own way of computing for where the kernel does not serve:
-    with gradients, in another type, or while it is compiled or traced.
+    with gradients, in another type, or while it is compiled, traced, transformed or counted.
     """
     restore_modules(model, _NativeNorm)
     try:
@@ -85,8 +85,8 @@ def _recognized(module: nn.Module) -> Norm | None:
     float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     rows = torch.randn(5, len(weight), generator=torch.Generator().manual_seed(0), **float32)
     rows *= torch.logspace(-4, 2, 5, **float32)[:, None]
-    expected = module(rows)
-    if expected.shape != rows.shape or expected.dtype != rows.dtype:
+    expected = output_of(module, rows)
+    if expected is None:
         return None
     for epsilon in _epsilons(module):
         for offset in OFFSETS:

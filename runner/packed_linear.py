@@ -48,10 +48,10 @@ class Packed:
 class PackedLinear(nn.Linear):
     """A linear layer that has a packed weight beside its own. Layers become one by :func:`pack_linear_layers`.
 
-    Computes as any other where gradients are wanted, under autocast, while it is compiled or traced, and where its
-    weight or bias has been written to or replaced since; but torch does not count what is written through
-    ``weight.data`` or a numpy array of the same memory: pack again after that. Copies of the layer have no packed
-    weight.
+    Computes as any other where gradients are wanted, under autocast, while it is compiled, traced, transformed or
+    counted, and where its weight or bias has been written to or replaced since; but torch does not count what is
+    written through ``weight.data`` or a numpy array of the same memory: pack again after that. Copies of the layer have
+    no packed weight.
     """
 
     packed: Packed | None = None

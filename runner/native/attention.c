@@ -1,8 +1,8 @@
 // Paged attention of queries that are few for their sequence, as in decode steps, straight from the pages of the cache.
 //
 // The work is cut along the tokens that are read. A span is up to SPAN tokens in blocks that one or more queries read:
-// sequences with a common prefix read the same blocks, so that what is made of a span's keys and values serves them all,
-// and a single long sequence keeps all threads busy. What a query makes of each span is joined at the end by the sums
+// sequences with a common prefix read the same blocks, so that what is made of a span's keys and values serves them
+// all, and a single long sequence keeps all threads busy. What a query makes of each span is joined at the end by the sums
 // that the softmaxes divide by (the online softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; split
 // along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
@@ -45,8 +45,8 @@ static inline lanes larger(lanes a, lanes b)
     return (lanes)(((int_lanes)a & first) | ((int_lanes)b & ~first));
 }
 
-// Each round combines every lane with the one half the lanes away, and puts the result into two lanes: in the end all
-// hold the same.
+// Makes all lanes of `values` what they come to together. `combined` is what two of them, `a` and `b`, come to. Each
+// round combines every lane with the one half the lanes away, and puts the result into two lanes.
 #define COMBINED_LANES(values, combined) \
     _Pragma("GCC unroll 4") for (int width = LANES; width > 1; width /= 2) { \
         const lanes a = SHUFFLED(values, values, INTERLEAVED_LOW), b = SHUFFLED(values, values, INTERLEAVED_HIGH); \

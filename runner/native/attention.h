@@ -6,7 +6,8 @@
 // all_lanes(pointer)  LANES of them as floats
 
 // A vector [token, head] of an attention module's tensor.
-static inline const element *NAME(vector)(const element *tensor, long token_stride, long head_stride, long token, long head)
+static inline const element *NAME(vector)(
+    const element *tensor, long token_stride, long head_stride, long token, long head)
 {
     return tensor + token * token_stride + head * head_stride;
 }
@@ -43,8 +44,8 @@ void NAME(store)(
 
 // One span, one key head: what each of its queries makes of it goes to `parts`.
 static void NAME(attend_span)(
-    const struct work *work, const struct layer *layer, const element *query, const element *cache, long span, long head,
-    float *parts, float *maxima, float *totals)
+    const struct work *work, const struct layer *layer, const element *query, const element *cache, long span,
+    long head, float *parts, float *maxima, float *totals)
 {
     const long size = layer->head_size, group = layer->group_size, block_size = layer->block_size;
     const long start = work->span_start[span], *blocks = work->blocks + work->span_blocks[span];
@@ -106,7 +107,8 @@ static void NAME(attend_span)(
         lanes sums[ROWS * 2];
         for (long token = from / (2 * LANES) * 2 * LANES; token < until; token += 2 * LANES)
             tile_by_2(
-                count, rows, size, 1, keys + token * size, LANES * size, size, (lanes *)(weights + token), SPAN / LANES);
+                count, rows, size, 1, keys + token * size, LANES * size, size, (lanes *)(weights + token),
+                SPAN / LANES);
         for (int i = 0; i < count; i++)
             softmax(weights + i * SPAN, from, until, layer->softcap, maxima + at[i], totals + at[i]);
         for (long first = 0; first < size; first += 2 * LANES) {

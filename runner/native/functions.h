@@ -36,14 +36,17 @@ static inline lanes tanh_of(lanes x)
 // x / (1 + e^-x)
 static inline lanes silu_of(lanes x)
 {
+    // Below -100 it is next to nothing; but exp_of_negative ends at e^-87, and times a huge x that is not.
+    const int_lanes huge = x < -100.0f;
+    x = (lanes)(((int_lanes)x & ~huge) | ((int_lanes)((lanes){0} - 100.0f) & huge));
     const int_lanes negative = x < 0.0f;
     const lanes power = exp_of_negative((lanes)((int_lanes)x | INT32_MIN));  // e^-|x|
-    // 1 where x is not negative.
+    // e^-|x| where x is negative, else 1.
     const lanes share = (lanes)(((int_lanes)power & negative) | ((int_lanes)((lanes){0} + 1.0f) & ~negative));
     return x * share / (1 + power);
 }
 
-// The approximation of x times the normal distribution's share below x that is made with tanh
+// GELU, x times the share of the normal distribution below x, in its approximation by tanh
 // (https://arxiv.org/abs/1606.08415, section 2).
 static inline lanes gelu_tanh_of(lanes x)
 {

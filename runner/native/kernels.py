@@ -64,9 +64,9 @@ class AttentionWork:
 
 
 class _Room(threading.local):
-    """Memory to compute in, kept from call to call: fresh from the allocator it costs a page fault every 4 KiB."""
+    """Memory to compute in, each thread its own, kept from call to call: fresh it costs a page fault every 4 KiB."""
 
-    size = 0
+    size = 0  # floats
     address = 0
 
     def address_of(self, num_floats: int) -> int:
@@ -109,7 +109,6 @@ class Kernels:
             store.argtypes = (*strided, *strided, _pointer, _pointer, *(_long,) * 4, _int)
             attend.argtypes = (*(_pointer,) * 8, _int)
         self._library = library
-        self._packed_product = library.packed_product
         self._room = _Room()
         self._store = {dtype: getattr(library, f"store_{suffix}") for dtype, suffix in SUFFIXES.items()}
         self._attend = {dtype: getattr(library, f"attend_{suffix}") for dtype, suffix in SUFFIXES.items()}
@@ -185,7 +184,7 @@ class Kernels:
         input = input.contiguous()
         rows = input.numel() // steps
         output = input.new_empty((*input.shape[:-1], columns))
-        self._packed_product(
+        self._library.packed_product(
             input.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr(),
             rows, columns, steps, self._room.address_of(rows * steps), torch.get_num_threads(),
         )  # fmt: skip

@@ -31,7 +31,7 @@ struct cut {
     long rows, strips, strip;  // `strip` rows in each but the last
 };
 
-static struct cut cut(long rows)
+static struct cut cut_of(long rows)
 {
     const int panels = rows > ROWS_BY_2 && rows <= ROWS_BY_1 ? 1 : 2;
     const long strips = panels == 1 ? 1 : rounded_up(rows, ROWS_BY_2) / ROWS_BY_2;
@@ -86,24 +86,29 @@ static void multiply(
         }
 }
 
-// activation(x gate^T) * (x up^T), both weights [columns, steps], laid out as lay_out would.
+// gated [rows, columns] = activation(x gate^T) * (x up^T) for packed weights [columns, steps]. It is laid out as
+// lay_out would, for the product that follows.
 static void multiply_gated(
     const struct cut *cut, const float *laid_out, const float *gate, const float *up, int activation, long columns,
     long steps, float *gated)
 {
+    // In floats. C knows no difference of pointers into different memory.
+    const long from_gate_to_up = ((intptr_t)up - (intptr_t)gate) / (intptr_t)sizeof(float);
 #pragma omp for
     for (long column = 0; column < columns; column += LANES)
         for (long first = 0; first < cut->rows; first += cut->strip) {
             const long count = rows_of(cut, first), offset = column * steps;
             const float *part = laid_out + first * steps;
-            lanes sums[ROWS_BY_1 * 2];  // of the gate, and of what goes through it, row by row or one behind the other
+            // Two panels: of each row, the gate's sum and then up's. One: the gate's of all rows, and then up's.
+            lanes sums[ROWS_BY_1 * 2];
             if (cut->panels == 1) {
                 tile_by_1(count, part, 1, count, gate + offset, steps, sums);
                 tile_by_1(count, part, 1, count, up + offset, steps, sums + count);
             } else
-                tile_by_2(count, part, 1, count, gate + offset, up - gate, steps, sums, 2);
+                tile_by_2(count, part, 1, count, gate + offset, from_gate_to_up, steps, sums, 2);
             for (long row = 0; row < count; row++) {
-                const lanes opened = sums[cut->panels * row], through = sums[cut->panels == 1 ? count + row : 2 * row + 1];
+                const long at = cut->panels == 1 ? row : 2 * row, beside = cut->panels == 1 ? count : 1;
+                const lanes opened = sums[at], through = sums[at + beside];
                 const lanes result = (activation == SILU ? silu_of(opened) : gelu_tanh_of(opened)) * through;
                 for (long lane = 0; lane < LANES && column + lane < columns; lane++)
                     gated[first * columns + (column + lane) * count + row] = result[lane];
@@ -117,7 +122,7 @@ void packed_product(
     int threads)
 {
     if (!rows) return;
-    const struct cut how = cut(rows);
+    const struct cut how = cut_of(rows);
 #pragma omp parallel num_threads(threads)
     {
         lay_out(&how, x, steps, room);
@@ -132,7 +137,7 @@ void packed_gated_mlp(
     long columns, long inner, long steps, float *room, int threads)
 {
     if (!rows) return;
-    const struct cut how = cut(rows);
+    const struct cut how = cut_of(rows);
     float *gated = room + rows * steps;
 #pragma omp parallel num_threads(threads)
     {

@@ -114,7 +114,8 @@ static inline void tile_by_1(
     }
 }
 
-// For 1 to ROWS_BY_2 rows; the second panel lies panel_size floats behind the first.
+// For 1 to ROWS_BY_2 rows; the second panel lies panel_size floats behind the first, or before it where that is
+// negative.
 static inline void tile_by_2(
     int rows, const float *x, long x_row, long x_step, const float *panel, long panel_size, long steps, lanes *sums,
     long sums_row)

@@ -129,7 +129,12 @@ def main() -> None:
     parser.add_argument("--shared-tokens", type=int, default=740, help="of each prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32, help="new ones for each prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="that torch computes with (default: %(default)s)")
-    parser.add_argument("--reps", type=int, default=7, help="repetitions of the engine, of which the median counts")
+    parser.add_argument(
+        "--reps",
+        type=int,
+        default=7,
+        help="repetitions of the engine, of which the median counts (default: %(default)s)",
+    )
     parser.add_argument(
         "--batch-memory",
         type=float,

@@ -97,7 +97,8 @@ def mlps(num_layers: int, repetitions: int) -> Iterator[list[str]]:
     for rows in ROWS:
         peer.progress(f"MLPs of {rows} rows")
         compute = partial(model, torch.randn(rows, 576))
-        use_native_mlps(model)
+        if use_native_mlps(model) != num_layers:
+            sys.exit("LlamaMLP is not taken for a gated MLP: there is nothing to compare")
         times = [seconds(compute, repetitions)]
         restore_modules(model)
         times.append(seconds(compute, repetitions))
@@ -152,7 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="that torch computes with (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=30, help="of the model (default: %(default)s)")
-    parser.add_argument("--reps", type=int, default=9, help="repetitions, of which the median counts")
+    parser.add_argument(
+        "--reps", type=int, default=9, help="repetitions, of which the median counts (default: %(default)s)"
+    )
     parser.add_argument("--update-docs", action="store_true", help="put the tables into docs/performance.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -109,7 +109,7 @@ def test_activations_are_those_of_torch_from_the_smallest_to_the_largest(activat
         layer.weight.zero_().fill_diagonal_(1)
     mlp.up_proj.weight.zero_()[:, -1] = 1
     native(mlp)
-    values = torch.tensor([0.0, 1e-30, 1e-6, 0.5, 1, 3, 9, 20, 80, 88, 90, 110, 1e4, 1e30])
+    values = torch.tensor([0.0, 1e-30, 1e-6, 0.5, 1, 3, 9, 20, 80, 88, 90, 110, 1e4, 1e30, 3e38])
     rows = torch.zeros(2 * len(values), SIZE)
     rows[:, 0] = torch.cat([values, -values])
     rows[:, -1] = 1
@@ -133,10 +133,19 @@ def test_a_row_that_is_no_number_spoils_no_other(activation: str, odd: float) ->
 
 @torch.inference_mode()
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_weight_that_is_written_to_or_replaced_counts_at_once(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["written to", "replaced", "another parameter"])
+def test_a_weight_that_is_written_to_or_replaced_counts_at_once(
+    layer: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlp, rows = native(llama_mlp()), torch.randn(3, SIZE)
-    with torch.inference_mode(False):
-        getattr(mlp, layer).weight.data = 2 * getattr(mlp, layer).weight.data
+    part = getattr(mlp, layer)
+    with torch.inference_mode(False), torch.no_grad():
+        if how == "written to":
+            part.weight.mul_(2)
+        elif how == "replaced":
+            part.weight.data = 2 * part.weight.data
+        else:
+            part.weight = nn.Parameter(2 * part.weight)
         plain = copy.deepcopy(mlp)
     with counting(monkeypatch) as calls:
         torch.testing.assert_close(mlp(rows), plain(rows))
@@ -268,5 +277,8 @@ def test_engines_compute_mlps_natively_where_weights_are_packed(name: str) -> No
 
     Engine(model, config=EngineConfig(num_blocks=20, packed_weights=True))
     assert num_native() == num_mlps > 1
+    Engine(model, config=EngineConfig(num_blocks=20, packed_weights=True, attention_backend="torch"))
+    assert num_native() == 0
+    Engine(model, config=EngineConfig(num_blocks=20, packed_weights=True))
     Engine(model, config=EngineConfig(num_blocks=20, packed_weights=False))
     assert num_native() == 0
