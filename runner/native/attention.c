@@ -2,9 +2,9 @@
 //
 // The work is cut along the tokens that are read. A span is up to SPAN tokens in blocks that one or more queries read:
 // sequences with a common prefix read the same blocks, so that what is made of a span's keys and values serves them
-// all, and a single long sequence keeps all threads busy. What a query makes of each span is joined at the end by the sums
-// that the softmaxes divide by (the online softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; split
-// along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+// all, and a single long sequence keeps all threads busy. What a query makes of each span is joined at the end by the
+// sums that the softmaxes divide by (the online softmax of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867;
+// split along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 #include "functions.h"
 #include <float.h>
