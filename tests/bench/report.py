@@ -46,8 +46,11 @@ def short(number: float) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Numbers in a row share a line: the tokens of a run are thousands."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+    text = json.dumps(value, indent=1)
+    text = re.sub(r"\[\n[-+\d\s.,e]+\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)
+    path.write_text(text + "\n", "utf-8")
 
 
 def update_section(name: str, content: str, page: Path = PAGE) -> None:

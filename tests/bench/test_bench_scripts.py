@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.peer import ROOT
+from tests.bench.report import write_json
 
 SCRIPTS = ["bench_native", "compare", "gc_pause", "metrics_cost", "on_kvcore", "on_vllm", "profile_tables", "scaling"]
 
@@ -33,6 +34,14 @@ def test_without_the_peer_the_command_that_sets_it_up_is_named(script: str, tmp_
     assert done.returncode == 1
     assert f"tests/bench/setup_peer.sh {tmp_path}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_results_are_kept_as_they_are_with_the_numbers_of_a_list_in_a_line(tmp_path: Path) -> None:
+    value = {"name": "a [\n1\n] b", "none": [], "tokens": [[1, -2, 3], [4.5, 1e-9]], "mixed": [1, "2", None]}
+    path = tmp_path / "results" / "one.json"
+    write_json(path, value)
+    assert json.loads(path.read_text("utf-8")) == value
+    assert "[1, -2, 3]" in path.read_text("utf-8")
 
 
 def test_the_script_of_kvcore_prints_one_object() -> None:
