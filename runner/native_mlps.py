@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runner.native.build import NativeUnavailableError
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, only_computes, output_of, restore_modules
+from runner.native_modules import NativeModule, make_native, only_computes, output_of
 from runner.packed_linear import PackedLinear
 from runner.packed_products import MOST_NATIVE_ROWS
 
@@ -61,18 +60,7 @@ def use_native_mlps(model: nn.Module) -> int:
     Args:
         model: In float32, on a CPU; any other is left as it is.
     """
-    restore_modules(model, _NativeMlp)
-    try:
-        native_kernels()
-    except NativeUnavailableError:
-        return 0
-    taken = 0
-    for module in list(model.modules()):
-        mlp = _recognized(module)
-        if mlp is not None:
-            make_native(module, _NativeMlp, mlp)
-            taken += 1
-    return taken
+    return make_native(model, _NativeMlp, _recognized)
 
 
 class _NativeMlp(NativeModule):

@@ -6,11 +6,16 @@ random rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
+
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import native_kernels
 
 
 class NativeModule:
@@ -42,16 +47,29 @@ class NativeModule:
         return _new, (self._own_class,), state
 
 
-def make_native(module: nn.Module, kind: type[NativeModule], found: Any) -> None:
-    """Put a kind of native module before the module's class.
+def make_native(model: nn.Module, kind: type[NativeModule], recognized: Callable[[nn.Module], Any]) -> int:
+    """Put a kind of native module before the classes of a model's modules; before how many, 0 without kernels.
+
+    Those that were of that kind before are looked at anew.
 
     Args:
-        module: Of a class that is not native yet.
+        model: Whose modules are looked at.
         kind: What computes.
-        found: What it has to know of the module, ``self._found`` to it.
+        recognized: What it has to know of a module, ``self._found`` to it; None: the module is nothing of the kind.
     """
-    module.__class__ = _class_of(kind, type(module))
-    module.__dict__["_found"] = found
+    restore_modules(model, kind)
+    try:
+        native_kernels()
+    except NativeUnavailableError:
+        return 0
+    taken = 0
+    for module in list(model.modules()):
+        found = recognized(module)
+        if found is not None:
+            module.__class__ = _class_of(kind, type(module))
+            module.__dict__["_found"] = found
+            taken += 1
+    return taken
 
 
 def restore_modules(model: nn.Module, kind: type[NativeModule] = NativeModule) -> None:
@@ -67,8 +85,8 @@ def only_computes(module: nn.Module) -> bool:
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
-        or torch.nn.modules.module._global_forward_hooks
-        or torch.nn.modules.module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
         or "forward" in module.__dict__
     )
 

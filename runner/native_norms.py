@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.native.build import NativeUnavailableError
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, output_of, restore_modules
+from runner.native_modules import NativeModule, make_native, output_of
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -43,18 +42,7 @@ def use_native_norms(model: nn.Module) -> int:
     is what the kernel computes. It keeps its weight, and its own way of computing for where the kernel does not serve:
     with gradients, in another type, or while it is compiled, traced, transformed or counted.
     """
-    restore_modules(model, _NativeNorm)
-    try:
-        native_kernels()
-    except NativeUnavailableError:
-        return 0
-    taken = 0
-    for module in list(model.modules()):
-        norm = _recognized(module)
-        if norm is not None:
-            make_native(module, _NativeNorm, norm)
-            taken += 1
-    return taken
+    return make_native(model, _NativeNorm, _recognized)
 
 
 class _NativeNorm(NativeModule):
