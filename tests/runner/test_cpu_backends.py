@@ -13,6 +13,7 @@ from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
 from runner.native.build import NativeUnavailableError, compiled_kernels
 from runner.native.kernels import Kernels, native_kernels
+from tests.runner.native_checks import NARROW
 from tests.runner.paged_reference import difference, spec_of
 
 
@@ -21,10 +22,6 @@ def skip_without_native_kernels() -> None:
         native_kernels()
     except NativeUnavailableError as error:
         pytest.skip(f"no native kernels: {error}")
-
-
-NARROW = "cc -mno-avx512f"
-"""Compiles for vectors of 8 floats, as on CPUs without AVX-512, where the compiler knows of AVX-512 at all."""
 
 
 def native_backend(monkeypatch: pytest.MonkeyPatch, compiler: str | None = None) -> NativeBackend:

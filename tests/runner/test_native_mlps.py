@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,31 +14,21 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from runner import Engine, EngineConfig, native_mlps, packed_products
-from runner.native.build import NativeUnavailableError, compiled_kernels
-from runner.native.kernels import Kernels
 from runner.native_mlps import use_native_mlps
 from runner.native_modules import NativeModule, restore_modules
 from runner.packed_linear import pack_linear_layers, unpack_linear_layers
 from runner.packed_products import MOST_NATIVE_ROWS
+from tests.runner.native_checks import WIDTHS, counting, use_kernels
 from tests.runner.small_models import small_model
-from tests.runner.test_cpu_backends import NARROW
 
 SIZE, INNER = 40, 56  # neither a multiple of a vector's 16 floats
 
 LAYERS = ["gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.fixture(autouse=True, params=["", "narrow"])
+@pytest.fixture(autouse=True, params=WIDTHS)
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those for this CPU, and those for vectors of 8 floats; skips the test where there are none."""
-    if request.param == "narrow":
-        monkeypatch.setenv("CC", NARROW)
-    try:
-        kernels = Kernels(compiled_kernels())
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
-    for module in (native_mlps, packed_products):
-        monkeypatch.setattr(module, "native_kernels", lambda: kernels)
+    use_kernels(request.param, monkeypatch, native_mlps, packed_products)
 
 
 def llama_mlp(activation: str = "silu", *, bias: bool = False, mlp_class: type[LlamaMLP] = LlamaMLP) -> nn.Module:
@@ -66,16 +54,6 @@ def native(mlp: nn.Module) -> nn.Module:
     return mlp
 
 
-@contextmanager
-def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Gets an entry for each call of the kernel."""
-    calls: list[int] = []
-    gated_mlp = Kernels.gated_mlp
-    with monkeypatch.context() as patch:
-        patch.setattr(Kernels, "gated_mlp", lambda *args, **kwargs: calls.append(1) or gated_mlp(*args, **kwargs))
-        yield calls
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("activation", MLPS)
 @pytest.mark.parametrize(
@@ -89,7 +67,7 @@ def test_the_kernel_gives_what_the_module_gives(
     rows = 3 * torch.randn(*shape, SIZE)
     expected = mlp(rows)
     native(mlp)
-    with counting(monkeypatch) as calls:
+    with counting("gated_mlp", monkeypatch) as calls:
         torch.testing.assert_close(mlp(rows), expected, rtol=1e-5, atol=1e-5)
         if len(shape) > 1:
             swapped = mlp(rows.transpose(0, -2))
@@ -147,7 +125,7 @@ def test_a_weight_that_is_written_to_or_replaced_counts_at_once(
         else:
             part.weight = nn.Parameter(2 * part.weight)
         plain = copy.deepcopy(mlp)
-    with counting(monkeypatch) as calls:
+    with counting("gated_mlp", monkeypatch) as calls:
         torch.testing.assert_close(mlp(rows), plain(rows))
         assert not calls
     unpack_linear_layers(mlp)
@@ -187,7 +165,7 @@ def test_a_part_that_is_replaced_or_hooked_into_is_called(
     try:
         expected = LlamaMLP.forward(mlp, rows)
         seen.clear()
-        with counting(monkeypatch) as calls:
+        with counting("gated_mlp", monkeypatch) as calls:
             torch.testing.assert_close(mlp(rows), expected)
         assert seen
         assert not calls
@@ -206,7 +184,7 @@ class DroppingMLP(LlamaMLP):
 )
 def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, mlp, rows = llama_mlp(), native(llama_mlp(mlp_class=DroppingMLP)), torch.randn(3, SIZE)
-    with counting(monkeypatch) as calls:
+    with counting("gated_mlp", monkeypatch) as calls:
         if case == "with gradients":
             mlp(rows).sum().backward()
             assert mlp.gate_proj.weight.grad is not None

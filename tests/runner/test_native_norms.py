@@ -11,22 +11,18 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from runner import Engine, EngineConfig
-from runner.native.build import NativeUnavailableError
-from runner.native.kernels import native_kernels
+from runner import Engine, EngineConfig, native_norms
 from runner.native_modules import restore_modules
 from runner.native_norms import use_native_norms
+from tests.runner.native_checks import WIDTHS, counting, use_kernels
 from tests.runner.small_models import small_model
 
 CLASSES = [LlamaRMSNorm, Gemma3RMSNorm]
 
 
-@pytest.fixture(autouse=True)
-def _native_kernels_or_skip() -> None:
-    try:
-        native_kernels()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
+@pytest.fixture(autouse=True, params=WIDTHS)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(request.param, monkeypatch, native_norms)
 
 
 def norm_of(norm_class: type[nn.Module], size: int = 40) -> nn.Module:
@@ -34,14 +30,6 @@ def norm_of(norm_class: type[nn.Module], size: int = 40) -> nn.Module:
     norm = norm_class(size, eps=1e-5)
     nn.init.normal_(norm.weight)
     return norm
-
-
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets an entry for each call of the kernel."""
-    kernels, calls = native_kernels(), []
-    rms_norm = type(kernels).rms_norm
-    monkeypatch.setattr(type(kernels), "rms_norm", lambda *args, **kwargs: calls.append(1) or rms_norm(*args, **kwargs))
-    return calls
 
 
 @torch.inference_mode()
@@ -54,11 +42,11 @@ def test_the_kernel_gives_what_the_module_gives(
     rows = 3 * torch.randn(shape)
     expected = norm(rows)
     assert use_native_norms(norm) == 1
-    calls = counting(monkeypatch)
-    torch.testing.assert_close(norm(rows), expected)
-    if len(shape) > 2:
-        torch.testing.assert_close(norm(rows.transpose(0, -2)), expected.transpose(0, -2))
-    assert calls
+    with counting("rms_norm", monkeypatch) as calls:
+        torch.testing.assert_close(norm(rows), expected)
+        if len(shape) > 2:
+            torch.testing.assert_close(norm(rows.transpose(0, -2)), expected.transpose(0, -2))
+    assert len(calls) == 1 + (len(shape) > 2)
     restore_modules(norm)
     assert type(norm) is norm_class
     assert "_found" not in vars(norm)
@@ -79,18 +67,18 @@ def test_where_the_kernel_does_not_serve_the_module_computes(case: str, monkeypa
     plain, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40)
     norm = copy.deepcopy(plain)
     use_native_norms(norm)
-    calls = counting(monkeypatch)
-    if case == "with gradients":
-        norm(rows).sum().backward()
-        assert norm.weight.grad is not None
-    with torch.no_grad():
-        if case == "in bfloat16":
-            assert torch.equal(norm.bfloat16()(rows.bfloat16()), plain.bfloat16()(rows.bfloat16()))
-        elif case == "compiled":
-            torch.testing.assert_close(torch.compile(norm, backend="aot_eager", fullgraph=True)(rows), plain(rows))
-        elif case == "another size":
-            with pytest.raises(RuntimeError, match="size"):
-                norm(rows[:, :7])
+    with counting("rms_norm", monkeypatch) as calls:
+        if case == "with gradients":
+            norm(rows).sum().backward()
+            assert norm.weight.grad is not None
+        with torch.no_grad():
+            if case == "in bfloat16":
+                assert torch.equal(norm.bfloat16()(rows.bfloat16()), plain.bfloat16()(rows.bfloat16()))
+            elif case == "compiled":
+                torch.testing.assert_close(torch.compile(norm, backend="aot_eager", fullgraph=True)(rows), plain(rows))
+            elif case == "another size":
+                with pytest.raises(RuntimeError, match="size"):
+                    norm(rows[:, :7])
     assert not calls
 
 
