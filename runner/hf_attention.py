@@ -20,9 +20,14 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from runner.attention.base import AttentionBackend
+from runner.errors import RunnerError
 
 ATTENTION_NAME = "kvcore_paged"
 """What ``config._attn_implementation`` says of a model that the runner drives."""
+
+
+class StepMissingError(RunnerError, RuntimeError):
+    """Attention was called without a step."""
 
 
 class AttentionStep(Protocol):
@@ -65,7 +70,7 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls; ``[1, T, Hq, D]`` and no attention weights."""
     if paged_step is None:
-        raise RuntimeError(
+        raise StepMissingError(
             f"{type(module).__name__} was called without paged_step: a model loaded with "
             f"attn_implementation={ATTENTION_NAME!r} is run by runner.model_runner.ModelRunner; call "
             "model.set_attn_implementation('sdpa') to run it by itself"
@@ -169,7 +174,11 @@ class AttentionProbe:
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel) -> list[AttentionCall]:
-    """Run the model on two tokens to see which layers call attention, and how. Costs one small forward."""
+    """Run the model on two tokens to see which layers call attention, and how. Costs one small forward.
+
+    Raises:
+        StepMissingError: The model does not hand its keyword arguments on to attention.
+    """
     probe = AttentionProbe()
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]

@@ -12,7 +12,7 @@ from kvcore.planning_hf import specs_from_hf_config
 from kvcore.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from runner.attention.base import AttentionLayer
 from runner.errors import UnsupportedModelError
-from runner.hf_attention import AttentionCall, probe_attention
+from runner.hf_attention import AttentionCall, StepMissingError, probe_attention
 
 NEUTRAL_FEATURES = frozenset({"cache_position", "position_ids", "return_dict", "use_cache"})
 """Keyword arguments that layers hand on and that change nothing for attention; nor do ``output_...``."""
@@ -50,11 +50,11 @@ def check_positions(config: PretrainedConfig, *, max_model_len: int, max_num_bat
     text = config.get_text_config()
     if (
         getattr(text, "attn_temperature_tuning", False)
-        and max(max_model_len, max_num_batched_tokens) > text.floor_scale
+        and max(max_model_len, max_num_batched_tokens) >= text.floor_scale
     ):
         raise UnsupportedModelError(
             f"the model scales queries from token {text.floor_scale:,} of a forward on (attn_temperature_tuning), which"
-            f" in a batch is not their position: pass max_model_len={text.floor_scale} or less, and as much for "
+            f" in a batch is not their position: pass max_model_len={text.floor_scale - 1} or less, and as much for "
             "max_num_batched_tokens"
         )
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -90,8 +90,15 @@ def attention_layers(model: PreTrainedModel, specs: Mapping[str, KVCacheSpec]) -
             f"{type(model).__name__} has attention code of its own instead of calling transformers' AttentionInterface,"
             " so that no paged attention can be plugged in"
         )
+    try:
+        calls = probe_attention(model)
+    except StepMissingError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not hand the keyword arguments of its forward on to attention, so that no "
+            "step can reach it"
+        ) from error
     layers: dict[int, AttentionLayer] = {}
-    for call in probe_attention(model):
+    for call in calls:
         layer = _checked(call, specs)
         if call.layer_idx in layers:
             raise UnsupportedModelError(f"{layer.name} ({type(call.module).__name__}) calls attention more than once")

@@ -124,9 +124,9 @@ def test_rotary_embeddings_that_change_with_the_longest_sequence_limit_the_lengt
 def test_queries_scaled_by_their_place_in_the_forward_limit_the_length_and_the_step() -> None:
     config = ARCHITECTURES["llama4-chunks"]()
     assert config.floor_scale == 8192
-    check_positions(config, max_model_len=8192, max_num_batched_tokens=8192)
-    for lengths in [(8193, 64), (64, 8193)]:
-        with pytest.raises(UnsupportedModelError, match=r"attn_temperature_tuning.*pass max_model_len=8192 or less"):
+    check_positions(config, max_model_len=8191, max_num_batched_tokens=8191)
+    for lengths in [(8192, 64), (64, 8192)]:
+        with pytest.raises(UnsupportedModelError, match=r"attn_temperature_tuning.*pass max_model_len=8191 or less"):
             check_positions(config, max_model_len=lengths[0], max_num_batched_tokens=lengths[1])
 
 
@@ -175,6 +175,12 @@ def test_a_hybrid_gets_groups_of_equal_size_and_one_buffer_for_each_place_in_a_g
     assert max(len(group.layer_names) for group in groups) == len(engine.kv_cache_config.kv_cache_tensors)
     pointers = {cache.data_ptr() for cache in engine.model_runner.kv_caches.values()}
     assert len(pointers) == len(engine.kv_cache_config.kv_cache_tensors)
+
+
+def test_a_model_that_keeps_a_step_from_its_attention_is_refused() -> None:
+    config = transformers.NemotronConfig(**SIZES)
+    with pytest.raises(UnsupportedModelError, match="NemotronForCausalLM does not hand the keyword arguments"):
+        Engine(AutoModelForCausalLM.from_config(config), config=EngineConfig(num_blocks=20))
 
 
 def test_a_model_with_paged_attention_says_how_to_run_it_otherwise() -> None:
