@@ -23,6 +23,7 @@ from runner.kv_cache import torch_dtype
 from runner.layers import check_positions, specs_of
 from runner.loader import find_model
 from runner.model_runner import ModelRunner
+from runner.native_attentions import use_native_attentions
 from runner.native_mlps import use_native_mlps
 from runner.native_modules import restore_modules
 from runner.native_norms import use_native_norms
@@ -46,10 +47,10 @@ class Engine(RequestLoop):
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: it is put into evaluation
             mode, its attention becomes the paged one, its linear layers may get packed weights beside their own, and
-            its norms and MLPs a shorter way to compute the same. To give it back:
+            its norms, MLPs and attention a shorter way to compute the same. To give it back:
             ``model.set_attn_implementation("sdpa")``, :func:`runner.packed_linear.unpack_linear_layers` and
-            :func:`runner.native_modules.restore_modules`. Whoever changes its weights meanwhile calls
-            :meth:`weights_changed`.
+            :func:`runner.native_modules.restore_modules`. Whoever changes its weights meanwhile, or what its
+            classes compute, calls :meth:`weights_changed`.
         tokenizer: Its tokenizer; None: prompts are token ids, and outputs have no text.
         config: Settings.
 
@@ -267,10 +268,11 @@ class Engine(RequestLoop):
 
 
 def _compute_natively(model: PreTrainedModel, backend: AttentionBackend) -> None:
-    """Where attention is native, norms and MLPs are too."""
+    """Where attention is native, the modules around it are too."""
     if backend.name == NativeBackend.name:
         use_native_norms(model)
         use_native_mlps(model)
+        use_native_attentions(model)  # after norms, which it may have
     else:
         restore_modules(model)  # where an engine before this one has changed them
 

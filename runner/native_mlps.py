@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, only_computes, output_of
+from runner.native_modules import FLOAT32, NativeModule, has_tensors, make_native, only_computes, output_of, random_rows
 from runner.packed_linear import PackedLinear
 from runner.packed_products import MOST_NATIVE_ROWS
 
@@ -26,9 +26,6 @@ CHILDREN = {*LAYERS, "act_fn"}
 
 FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 """torch's own, by the names of the kernel's."""
-
-FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-"""Whatever torch's defaults are."""
 
 ERROR = 64 * torch.finfo(torch.float32).eps
 """Most that an MLP may differ from the module's own, as a share of the largest value."""
@@ -64,12 +61,14 @@ def use_native_mlps(model: nn.Module) -> int:
 
 
 class _NativeMlp(NativeModule):
-    _found: Mlp
-
-    def natively(self, input: torch.Tensor) -> torch.Tensor | None:
+    def natively(self, found: Mlp, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """For one tensor and nothing else."""
+        if len(args) != 1 or kwargs:
+            return None
+        (input,) = args
         activation = self._modules.get("act_fn")
         if (
-            activation is not self._found.activation_module
+            activation is not found.activation_module
             or not only_computes(activation)
             or self.training  # some have dropout then
             or torch.is_grad_enabled()
@@ -77,7 +76,7 @@ class _NativeMlp(NativeModule):
             or torch.is_autocast_enabled("cpu")
         ):
             return None
-        return _computed(self, input, self._found.activation)
+        return _computed(self, input, found.activation)
 
 
 def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.Tensor | None:
@@ -85,7 +84,7 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
     packed = []
     for name in LAYERS:
         layer = module._modules.get(name)
-        if type(layer) is not PackedLinear or (weight := layer.native_weight()) is None:
+        if type(layer) is not PackedLinear or (weight := layer.native_weight()) is None or weight.bias is not None:
             return None
         packed.append(weight)
     gate, up, down = packed
@@ -105,15 +104,15 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
 
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Mlp | None:
-    if not type(module).__name__.endswith("MLP") or {name for name, _ in module.named_children()} != CHILDREN:
+    children = {name for name, _ in module.named_children()}
+    if not type(module).__name__.endswith("MLP") or children != CHILDREN or has_tensors(module):
         return None
     activation = _activation(module.act_fn)
     gate = module.gate_proj
     if activation is None or type(gate) is not PackedLinear:
         return None
     # Of several sizes: what is large may be cut off, and models have elements of thousands.
-    rows = torch.randn(8, gate.in_features, generator=torch.Generator().manual_seed(0), **FLOAT32)
-    rows *= torch.logspace(-3, 4, 8, **FLOAT32)[:, None]
+    rows = random_rows(8, gate.in_features, (-3, 4))
     found, expected = _computed(module, rows, activation), output_of(module, rows)
     if found is None or expected is None:
         return None

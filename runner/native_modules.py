@@ -17,25 +17,31 @@ from torch.nn.modules import module as torch_module
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import native_kernels
 
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What random rows are made of, whatever torch's defaults are."""
+
 
 class NativeModule:
-    """Stands before the class of a module. For one tensor and nothing else, the kernel is asked first."""
+    """Stands before the class of a module: the kernel is asked first."""
 
     _own_class: type[nn.Module]
-    _found: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own result."""
         if not isinstance(self, NativeModule):  # somebody has kept this method, and the module is what it was
             return type(self).forward(self, *args, **kwargs)
-        if len(args) == 1 and not kwargs:
-            output = self.natively(args[0])
-            if output is not None:
-                return output
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        found = self.__dict__.get("_found")  # gone while another thread gives the module back
+        output = None if found is None else self.natively(found, *args, **kwargs)
+        return super().forward(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
-    def natively(self, input: torch.Tensor) -> torch.Tensor | None:
-        """What the kernel makes of ``input``; None where it does not serve."""
+    def natively(self, found: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What the kernel makes of a call's arguments; None where it does not serve.
+
+        Args:
+            found: What ``recognized`` of :func:`make_native` has said of the module.
+            args: As the module was called.
+            kwargs: Of that call too.
+        """
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -50,12 +56,13 @@ class NativeModule:
 def make_native(model: nn.Module, kind: type[NativeModule], recognized: Callable[[nn.Module], Any]) -> int:
     """Put a kind of native module before the classes of a model's modules; before how many, 0 without kernels.
 
-    Those that were of that kind before are looked at anew.
+    Those that were of that kind before are looked at anew. Those that somebody hooks into are left alone: who does
+    would hear of random rows.
 
     Args:
         model: Whose modules are looked at.
         kind: What computes.
-        recognized: What it has to know of a module, ``self._found`` to it; None: the module is nothing of the kind.
+        recognized: What it has to know of a module; None: the module is nothing of the kind.
     """
     restore_modules(model, kind)
     try:
@@ -64,10 +71,10 @@ def make_native(model: nn.Module, kind: type[NativeModule], recognized: Callable
         return 0
     taken = 0
     for module in list(model.modules()):
-        found = recognized(module)
+        found = recognized(module) if only_computes(module) else None
         if found is not None:
-            module.__class__ = _class_of(kind, type(module))
             module.__dict__["_found"] = found
+            module.__class__ = _class_of(kind, type(module))
             taken += 1
     return taken
 
@@ -76,8 +83,8 @@ def restore_modules(model: nn.Module, kind: type[NativeModule] = NativeModule) -
     """Make native modules, those of a kind or all, what they were."""
     for module in model.modules():
         if isinstance(module, kind) and "_own_class" in vars(type(module)):  # torch makes subclasses of it too
-            del module.__dict__["_found"]
             module.__class__ = module._own_class
+            module.__dict__.pop("_found", None)
 
 
 def only_computes(module: nn.Module) -> bool:
@@ -89,6 +96,17 @@ def only_computes(module: nn.Module) -> bool:
         or torch_module._global_forward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Whether it has parameters or buffers of its own, beside those of its parts."""
+    return any(tensor is not None for own in (module._parameters, module._buffers) for tensor in own.values())
+
+
+def random_rows(num_rows: int, size: int, sizes: tuple[float, float]) -> torch.Tensor:
+    """``[num_rows, size]``, always the same: the first of the smaller size, the last of the larger."""
+    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0), **FLOAT32)
+    return rows * torch.logspace(*sizes, num_rows, **FLOAT32)[:, None]
 
 
 def output_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, output_of
+from runner.native_modules import NativeModule, make_native, only_computes, output_of, random_rows
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -35,6 +35,14 @@ class Norm:
     offset: float
 
 
+class PlacedNorm(NamedTuple):
+    """A norm, how many elements its weight has, and where it lies in memory."""
+
+    norm: Norm
+    size: int
+    address: int
+
+
 def use_native_norms(model: nn.Module) -> int:
     """Have a model's RMS norms in float32 computed by the native kernel; how many there are.
 
@@ -42,37 +50,62 @@ def use_native_norms(model: nn.Module) -> int:
     is what the kernel computes. It keeps its weight, and its own way of computing for where the kernel does not serve:
     with gradients, in another type, or while it is compiled, traced, transformed or counted.
     """
-    return make_native(model, _NativeNorm, _recognized)
+    return make_native(model, NativeNorm, _recognized)
 
 
-class _NativeNorm(NativeModule):
-    _found: Norm
+class NativeNorm(NativeModule):
+    """A norm that the kernel computes."""
 
-    def natively(self, input: torch.Tensor) -> torch.Tensor | None:
-        weight = self._parameters.get("weight")  # self.weight takes longer than the rest
+    def natively(self, found: Norm, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """For one tensor and nothing else."""
+        if len(args) != 1 or kwargs:
+            return None
+        (input,) = args
+        weight = _weight(self)
         if (
-            weight is None  # it is computed from others
+            weight is None
             or torch.is_grad_enabled()
             or not is_plain(input)
-            or not input.dtype == weight.dtype == torch.float32
+            or input.dtype != torch.float32
             or input.shape[-1:] != weight.shape
-            or not weight.is_contiguous()
         ):
             return None
-        return native_kernels().rms_norm(input, weight, epsilon=self._found.epsilon, offset=self._found.offset)
+        return native_kernels().rms_norm(input, weight, epsilon=found.epsilon, offset=found.offset)
+
+    def placed(self) -> PlacedNorm | None:
+        """What the native norm would read, for a kernel that computes more than this norm.
+
+        None where the module computes anything else: from a weight of another kind, by a ``forward`` of its own, and
+        where something hooks into it.
+        """
+        found, weight = self.__dict__.get("_found"), _weight(self)
+        if found is None or weight is None or not only_computes(self):
+            return None
+        return PlacedNorm(found, len(weight), weight.data_ptr())
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    """As the kernel reads it; None where it is not of the kind."""
+    weight = module._parameters.get("weight")  # module.weight takes longer than the rest
+    if (
+        type(weight) is not nn.Parameter  # it is computed from others, or has no such memory
+        or weight.dtype != torch.float32
+        or not weight.is_cpu
+        or weight.ndim != 1
+        or not weight.is_contiguous()
+    ):
+        return None
+    return weight
 
 
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Norm | None:
     if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
-    weight = module.weight
-    if weight.ndim != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+    weight = _weight(module)
+    if weight is None:
         return None
-    # Of a type and a place of their own, whatever torch's defaults are.
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    rows = torch.randn(5, len(weight), generator=torch.Generator().manual_seed(0), **float32)
-    rows *= torch.logspace(-4, 2, 5, **float32)[:, None]
+    rows = random_rows(5, len(weight), (-4, 2))
     expected = output_of(module, rows)
     if expected is None:
         return None

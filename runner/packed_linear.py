@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.25
 """Of the machine's memory: most that packed weights take where nobody asked for them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packed:
     """A packed weight, and what it was made from.
 
@@ -36,12 +36,14 @@ class Packed:
         weight: As ``form`` made it.
         form: Computes with it.
         origin: What was packed. Held, so that no other weight can come to lie where it does.
-        state: :func:`_state_of` it then.
+        bias: The layer's then, if it had one.
+        state: :func:`_state_of` the two then.
     """
 
     weight: torch.Tensor
     form: PackedForm
     origin: torch.Tensor
+    bias: torch.Tensor | None
     state: tuple[object, ...]
 
 
@@ -77,18 +79,17 @@ class PackedLinear(nn.Linear):
     def native_weight(self) -> Packed | None:
         """What the native product would read, for a kernel that computes more than this layer.
 
-        None where the layer computes anything else: with a bias, by another product, from a weight that has changed, by
-        a ``forward`` of its own, and where something hooks into it.
+        None where the layer computes anything else: by another product, from a weight or bias that has changed, by a
+        ``forward`` of its own, and where something hooks into it.
         """
         packed, parameters = self.packed, self._parameters
         weight = parameters.get("weight")
         if (
             packed is None
             or weight is None
-            or parameters.get("bias") is not None
             or not only_computes(self)
             or packed.form.name != NativeForm.name
-            or packed.state != _state_of(weight, None)
+            or packed.state != _state_of(weight, parameters.get("bias"))
         ):
             return None
         return packed
@@ -151,9 +152,9 @@ def pack_linear_layers(model: nn.Module, *, whatever_it_takes: bool = False) -> 
         return Packing(because=form)
     agree: dict[tuple[int, ...], bool] = {}
     for layer in layers:
-        weight = layer.weight.detach()
+        weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         try:
-            packed = Packed(form.pack(weight), form, weight, _state_of(layer.weight, layer.bias))
+            packed = Packed(form.pack(weight), form, weight, bias, _state_of(layer.weight, layer.bias))
             if weight.shape not in agree:
                 agree[weight.shape] = _agrees(packed, weight)
         except RuntimeError as error:
@@ -179,10 +180,13 @@ def unpack_linear_layers(model: nn.Module) -> None:
 def _linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
     """Plain ones; a class of its own may compute something else, or read its weight elsewhere."""
     for module in model.modules():
-        if type(module) is not nn.Linear or not module.weight.numel() or not module.weight.is_contiguous():
+        if type(module) is not nn.Linear:
             continue
-        bias = module.bias
-        if bias is None or (bias.is_contiguous() and bias.dtype == module.weight.dtype):
+        weight, bias = module.weight, module.bias
+        # Tensors of other classes may have no memory that could be read: quantized, distributed, wrapped ones.
+        if type(weight) is not nn.Parameter or not weight.numel() or not weight.is_contiguous():
+            continue
+        if bias is None or (type(bias) is nn.Parameter and bias.is_contiguous() and bias.dtype == weight.dtype):
             yield module
 
 

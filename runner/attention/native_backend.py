@@ -18,7 +18,8 @@ from runner.attention.torch_softmax import GatherBuffer
 from runner.batch import GroupBatch
 from runner.errors import RunnerError, UnsupportedModelError
 from runner.native.build import MOST_HEAD_SIZE
-from runner.native.kernels import SUFFIXES, AttentionWork, native_kernels
+from runner.native.kernels import SUFFIXES, native_kernels
+from runner.native.structs import AttentionWork
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,16 @@ class NativeBackend(AttentionBackend):
         """As the contract says.
 
         Raises:
-            RunnerError: Queries, keys or values are of another type than the cache, as under autocast.
+            RunnerError: Queries, keys or values are of another type than the cache, as under autocast, or of another
+                class than tensors are.
         """
+        kinds = {type(query), type(key), type(value)}
+        if kinds != {torch.Tensor}:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise RunnerError(
+                f"queries, keys and values are of class {names}, which may have no memory to read: use "
+                "attention_backend='torch'"
+            )
         if not query.dtype == key.dtype == value.dtype == kv_cache.dtype:
             raise RunnerError(
                 f"queries, keys and values are {query.dtype}, {key.dtype} and {value.dtype}, and the cache is "

@@ -9,7 +9,7 @@ from runner.attention.base import visible_from
 from runner.attention.cohorts import shared_beginnings
 from runner.batch import GroupBatch
 from runner.native.build import SPAN
-from runner.native.kernels import AttentionWork
+from runner.native.structs import AttentionWork
 
 MOST_PARTS = 1 << 13
 """Of one call: pairs of a query and a span, each of which takes Hq * (D + 2) floats. They bound the memory of a step.

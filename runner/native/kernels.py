@@ -4,63 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from array import array
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from runner.native.build import NativeUnavailableError, compiled_kernels
+from runner.native.structs import AttendLayer, AttentionWork, QkvLayer
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The element types that attention is compiled for."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Those of gated MLPs, by the numbers that ``linear.c`` gives them."""
+"""Those of gated MLPs, by the numbers that ``mlp.c`` gives them."""
 
-_long, _int, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_void_p
-_WORK = (
-    "span_start",
-    "span_blocks",
-    "span_parts",
-    "blocks",
-    "part_token",
-    "part_from",
-    "part_until",
-    "query_token",
-    "query_parts",
-    "parts_of_queries",
-)
-_LAYER = ("query_token_stride", "query_head_stride", "block_size", "heads", "group_size", "head_size")
-
-
-class _Work(ctypes.Structure):
-    _fields_ = (("spans", _long), ("queries", _long), *((name, _pointer) for name in _WORK))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _long) for name in _LAYER),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("sinks", _pointer),
-    )
-
-
-class AttentionWork:
-    """What the attention kernel reads for a step, and for which queries: ``struct work`` of ``attention.c``.
-
-    Args:
-        arrays: The struct's arrays, by the names that they have there.
-    """
-
-    def __init__(self, **arrays: Sequence[int]) -> None:
-        self._arrays = [array("q", arrays[name]) for name in _WORK]  # held: the struct has their addresses only
-        addresses = (values.buffer_info()[0] for values in self._arrays)
-        self._struct = _Work(len(arrays["span_start"]), len(arrays["query_token"]), *addresses)
-        self.address = ctypes.addressof(self._struct)
-        self.num_parts = len(arrays["part_token"])
+_long, _int, _float, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 
 
 class _Room(threading.local):
@@ -102,7 +60,8 @@ class Kernels:
         library.pack_weight.argtypes = (_pointer, _long, _long, _pointer, _int)
         library.packed_product.argtypes = (*(_pointer,) * 4, *(_long,) * 3, _pointer, _int)
         library.packed_gated_mlp.argtypes = (*(_pointer,) * 4, _int, _pointer, *(_long,) * 4, _pointer, _int)
-        library.rms_norm.argtypes = (*(_pointer,) * 3, _long, _long, ctypes.c_float, ctypes.c_float, _int)
+        library.packed_qkv.argtypes = (*(_pointer,) * 5, _long, _pointer, _int)
+        library.rms_norm.argtypes = (*(_pointer,) * 3, _long, _long, _float, _float, _int)
         strided = (_pointer, _long, _long)
         for suffix in SUFFIXES.values():
             store, attend = getattr(library, f"store_{suffix}"), getattr(library, f"attend_{suffix}")
@@ -156,7 +115,7 @@ class Kernels:
         sinks = None if sinks is None else sinks.float().contiguous()
         _, num_query_heads, head_size = query.shape
         num_heads = kv_cache.shape[3]
-        layer = _Layer(
+        layer = AttendLayer(
             query.stride(0), query.stride(1), kv_cache.shape[2], num_heads, num_query_heads // num_heads, head_size,
             scale, softcap or 0.0, None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
@@ -222,6 +181,31 @@ class Kernels:
             torch.get_num_threads(),
         )  # fmt: skip
         return output
+
+    def qkv(
+        self,
+        input: torch.Tensor,
+        layer: QkvLayer,
+        cosines: torch.Tensor | None = None,
+        sines: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, ``[T, heads, D]`` each, of an input ``[T, K]`` in float32.
+
+        Args:
+            input: What goes in.
+            layer: What computes them.
+            cosines: ``[T, D]``, contiguous, of the angles by which queries and keys are rotated; None: they are not.
+            sines: As many.
+        """
+        input = input.contiguous()
+        rows, steps = input.shape
+        output = input.new_empty((rows, sum(layer.num_heads), layer.head_size))
+        self._library.packed_qkv(
+            layer.address, input.data_ptr(), None if cosines is None else cosines.data_ptr(),
+            None if sines is None else sines.data_ptr(), output.data_ptr(), rows,
+            self._room.address_of(rows * steps), torch.get_num_threads(),
+        )  # fmt: skip
+        return output.split_with_sizes(layer.num_heads, 1)
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, *, epsilon: float, offset: float) -> torch.Tensor:
         """``input / sqrt(mean(input^2) + epsilon) * (offset + weight)``, for rows ``[..., K]`` and a weight ``[K]``.

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from kvcore import KVCacheConfig, KVCacheGroupSpec
 from kvcore.blocks import KVCacheBlock
@@ -26,8 +27,10 @@ from kvcore.spec import FullAttentionSpec
 from runner.attention import AttentionBackend, TorchBackend
 from runner.attention.native_backend import NativeBackend
 from runner.batch import GroupBatch, SequenceSlice
+from runner.hf_attention import ATTENTION_NAME, BoundLayer, PagedStep, register
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import native_kernels
+from runner.native_attentions import use_native_attentions
 from runner.native_mlps import use_native_mlps
 from runner.native_modules import restore_modules
 from runner.packed_linear import pack_linear_layers
@@ -97,12 +100,50 @@ def mlps(num_layers: int, repetitions: int) -> Iterator[list[str]]:
     for rows in ROWS:
         peer.progress(f"MLPs of {rows} rows")
         compute = partial(model, torch.randn(rows, 576))
-        if use_native_mlps(model) != num_layers:
-            sys.exit("LlamaMLP is not taken for a gated MLP: there is nothing to compare")
-        times = [seconds(compute, repetitions)]
-        restore_modules(model)
-        times.append(seconds(compute, repetitions))
-        yield [f"{rows}", *(report.number(1e3 * time) for time in times)]
+        yield [f"{rows}", *with_and_without(use_native_mlps, model, num_layers, compute, repetitions)]
+
+
+def attention_modules(num_layers: int, repetitions: int) -> Iterator[list[str]]:
+    """All attention modules of one step of the model, in milliseconds, each row a sequence of 16 tokens."""
+    sizes = {"hidden_size": 576, "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
+    register()
+    with torch.inference_mode(False):
+        config = LlamaConfig(**sizes, attn_implementation=ATTENTION_NAME)
+        model = nn.ModuleList(LlamaAttention(config, i) for i in range(num_layers)).eval()
+    pack_linear_layers(model, whatever_it_takes=True)
+    backend = NativeBackend()
+    yield ["rows", "one call", "one by one"]
+    for rows in ROWS:
+        peer.progress(f"attention modules of {rows} rows")
+        batch, num_blocks = decode_step(rows, 16, 0)
+        shape = (num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+        layers = {i: BoundLayer(0, torch.full(shape, 0.5)) for i in range(num_layers)}
+        step = PagedStep(backend, [backend.plan(batch)], layers)
+        angles = torch.randn(1, rows, HEAD_SIZE)
+        given = {"hidden_states": torch.randn(1, rows, 576), "position_embeddings": (angles.cos(), angles.sin())}
+        compute = partial(call_each, model, **given, attention_mask=None, paged_step=step)
+        yield [f"{rows}", *with_and_without(use_native_attentions, model, num_layers, compute, repetitions)]
+
+
+def call_each(modules: nn.ModuleList, **given: Any) -> None:
+    """With the same arguments."""
+    for module in modules:
+        module(**given)
+
+
+def with_and_without(
+    use_native: Callable[[nn.Module], int],
+    model: nn.Module,
+    num_modules: int,
+    compute: Callable[[], object],
+    repetitions: int,
+) -> Iterator[str]:
+    """Milliseconds with the modules of a model native, and with them as they were."""
+    if use_native(model) != num_modules:
+        sys.exit(f"{use_native.__name__} does not take all of {num_modules} modules: there is nothing to compare")
+    yield report.number(1e3 * seconds(compute, repetitions))
+    restore_modules(model)
+    yield report.number(1e3 * seconds(compute, repetitions))
 
 
 def attention(num_layers: int, repetitions: int) -> Iterator[list[str]]:
@@ -169,6 +210,9 @@ def main() -> None:
             f"{table(list(products(args.layers, args.reps)))}\n\n"
             "All MLPs of a step, in milliseconds, in one call each, and by native products and torch's activation:\n\n"
             f"{table(list(mlps(args.layers, args.reps)))}\n\n"
+            "All attention modules of a decode step with contexts of 16 tokens, in milliseconds, in one call each up "
+            "to where they attend, and by native products and torch's operations:\n\n"
+            f"{table(list(attention_modules(args.layers, args.reps)))}\n\n"
             f"All attention of a decode step, in milliseconds:\n\n{table(list(attention(args.layers, args.reps)))}\n\n"
             f"{args.layers} layers, {args.threads} threads, torch {torch.__version__}, {report.machine()['processor']}."
         )

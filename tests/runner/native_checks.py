@@ -1,12 +1,15 @@
-"""What the tests of native modules share: kernels for both widths of vectors, and how often one was called."""
+"""What the tests of native modules share: kernels for both widths of vectors, calls counted, tensors without memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._pytree import tree_map_only
 
 from runner.native.build import NativeUnavailableError, compiled_kernels
 from runner.native.kernels import Kernels
@@ -39,3 +42,22 @@ def counting(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with monkeypatch.context() as patch:
         patch.setattr(Kernels, name, lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs))
         yield calls
+
+
+class WrappedTensor(torch.Tensor):
+    """Has no memory of its own, as some quantized and distributed tensors have none. What it goes into is plain."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> WrappedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        tensor.inner = inner
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].inner)
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from runner.attention import AttentionBackend, cohorts, pieces, spans
 from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
+from runner.errors import RunnerError
 from runner.native.build import NativeUnavailableError, compiled_kernels
 from runner.native.kernels import Kernels, native_kernels
-from tests.runner.native_checks import NARROW
-from tests.runner.paged_reference import difference, spec_of
+from tests.runner.native_checks import NARROW, WrappedTensor
+from tests.runner.paged_reference import difference, random_step, spec_of
 
 
 def skip_without_native_kernels() -> None:
@@ -138,3 +140,14 @@ def test_one_backend_serves_steps_of_any_size_and_type_in_turn(backend: Attentio
     for seed, past in enumerate([5, 200, 3, 90]):
         spec = spec_of("full", 16, num_kv_heads=1 + seed % 2, head_size=8, reach=1)
         assert difference(backend, seed, spec, [(past, 1), (past, 1), (past, 20)]) < 1e-5
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_the_native_backend_refuses_what_is_more_than_its_memory(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("full", 4, num_kv_heads=2, head_size=8, reach=1)
+    step = random_step(random.Random(0), spec, [(5, 1)], num_query_heads=2)
+    backend = native_backend(monkeypatch)
+    given = [step.query, step.key, step.value]
+    given[which] = WrappedTensor(given[which])
+    with pytest.raises(RunnerError, match=r"of class Tensor, WrappedTensor.*attention_backend='torch'"):
+        backend.forward(*given, step.kv_cache, backend.plan(step.batch.groups[0]), scale=1.0)

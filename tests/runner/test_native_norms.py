@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from runner import Engine, EngineConfig, native_norms
 from runner.native_modules import restore_modules
 from runner.native_norms import use_native_norms
-from tests.runner.native_checks import WIDTHS, counting, use_kernels
+from tests.runner.native_checks import WIDTHS, WrappedTensor, counting, use_kernels
 from tests.runner.small_models import small_model
 
 CLASSES = [LlamaRMSNorm, Gemma3RMSNorm]
@@ -109,6 +109,31 @@ def test_a_module_that_computes_something_else_is_left_alone() -> None:
     norm = HalvingRMSNorm(40)
     assert use_native_norms(nn.Sequential(norm, nn.LayerNorm(40), norm_of(LlamaRMSNorm).double())) == 0
     assert type(norm) is HalvingRMSNorm
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_weight_that_is_more_than_its_memory_is_not_read_as_such(when: str) -> None:
+    norm, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40)
+    expected = norm(rows)
+    if when == "after":
+        use_native_norms(norm)
+    norm.weight = nn.Parameter(WrappedTensor(norm.weight.detach()), requires_grad=False)
+    if when == "before":
+        assert use_native_norms(norm) == 0
+    torch.testing.assert_close(norm(rows), expected)
+
+
+@torch.no_grad()
+def test_a_norm_that_somebody_hooks_into_is_left_alone() -> None:
+    """Hooks would hear of random rows, and what they change would be taken for the norm's own doing."""
+    norm, heard = norm_of(LlamaRMSNorm), []
+    nn.init.ones_(norm.weight)
+    handle = norm.register_forward_hook(lambda module, given, output: heard.append(1) or 2 * output)
+    assert use_native_norms(norm) == 0
+    assert not heard
+    handle.remove()
+    assert use_native_norms(norm) == 1
 
 
 def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:

@@ -16,6 +16,7 @@ from runner.native.build import NativeUnavailableError
 from runner.native.kernels import Kernels
 from runner.packed_linear import PackedLinear, Packing, pack_linear_layers, unpack_linear_layers
 from tests.runner.byte_model import byte_model
+from tests.runner.native_checks import WrappedTensor
 from tests.runner.small_models import random_prompts, small_model
 
 FORMS = {"native": torch.float32, "MKL": torch.float32, "oneDNN": torch.bfloat16}
@@ -163,6 +164,19 @@ def test_copies_have_no_packed_weight_and_compute_with_their_own(make_copy) -> N
     with torch.no_grad():
         other.weight.zero_()
         assert torch.equal(other(torch.ones(1, 40)), other.bias[None])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_that_are_more_than_their_memory_are_left_alone(name: str) -> None:
+    with torch.inference_mode(False):
+        layers = nn.Sequential(nn.Linear(56, 56), nn.Linear(56, 56))
+        setattr(layers[0], name, nn.Parameter(WrappedTensor(getattr(layers[0], name).detach()), requires_grad=False))
+    rows = torch.randn(3, 56)
+    expected = layers(rows)
+    pack_linear_layers(layers, whatever_it_takes=True)
+    assert [type(layer) for layer in layers] == [nn.Linear, PackedLinear]
+    torch.testing.assert_close(layers(rows), expected)
 
 
 def test_other_classes_of_layers_are_left_alone() -> None:

@@ -1,0 +1,109 @@
+"""What the kernels read by its address: the structs of C, as Python makes them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+_long, _float, _pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+_WORK = (
+    "span_start",
+    "span_blocks",
+    "span_parts",
+    "blocks",
+    "part_token",
+    "part_from",
+    "part_until",
+    "query_token",
+    "query_parts",
+    "parts_of_queries",
+)
+_LAYER = ("query_token_stride", "query_head_stride", "block_size", "heads", "group_size", "head_size")
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (("spans", _long), ("queries", _long), *((name, _pointer) for name in _WORK))
+
+
+class AttendLayer(ctypes.Structure):
+    """What is the same for all queries of a layer: ``struct layer`` of ``attention.c``."""
+
+    _fields_ = (
+        *((name, _long) for name in _LAYER),
+        ("scale", _float),
+        ("softcap", _float),
+        ("sinks", _pointer),
+    )
+
+
+class AttentionWork:
+    """What the attention kernel reads for a step, and for which queries: ``struct work`` of ``attention.c``.
+
+    Args:
+        arrays: The struct's arrays, by the names that they have there.
+    """
+
+    def __init__(self, **arrays: Sequence[int]) -> None:
+        self._arrays = [array("q", arrays[name]) for name in _WORK]  # held: the struct has their addresses only
+        addresses = (values.buffer_info()[0] for values in self._arrays)
+        self._struct = _Work(len(arrays["span_start"]), len(arrays["query_token"]), *addresses)
+        self.address = ctypes.addressof(self._struct)
+        self.num_parts = len(arrays["part_token"])
+
+
+class _Qkv(ctypes.Structure):
+    _fields_ = (
+        ("weights", _pointer * 3),
+        ("biases", _pointer * 3),
+        ("norms", _pointer * 2),
+        ("epsilons", _float * 2),
+        ("offsets", _float * 2),
+        ("heads", _long * 3),
+        ("head_size", _long),
+        ("steps", _long),
+    )
+
+
+class QkvLayer:
+    """What makes queries, keys and values of a layer's input: ``struct qkv`` of ``qkv.c``.
+
+    It is read from wherever it lies then; whoever has this sees to it that it is still there.
+
+    Args:
+        weights: Packed, of queries, keys and values.
+        biases: Of each, contiguous, or None.
+        norms: Address of the weight, epsilon and offset, as in :meth:`~runner.native.kernels.Kernels.rms_norm`, of what
+            norms each query, and of what norms each key; empty: nothing does.
+        num_heads: Of queries, keys and values.
+        head_size: Elements of each head.
+        size: Elements of an input row.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        norms: Sequence[tuple[int, float, float]],
+        *,
+        num_heads: Sequence[int],
+        head_size: int,
+        size: int,
+    ) -> None:
+        addresses, epsilons, offsets = zip(*norms, strict=True) if norms else ((), (), ())  # what is left out is 0
+        self._struct = _Qkv(
+            tuple(weight.data_ptr() for weight in weights),
+            tuple(None if bias is None else bias.data_ptr() for bias in biases),
+            addresses,
+            epsilons,
+            offsets,
+            tuple(num_heads),
+            head_size,
+            size,
+        )
+        self.address = ctypes.addressof(self._struct)
+        self.num_heads = tuple(num_heads)
+        self.head_size = head_size
+        self.size = size
