@@ -24,6 +24,7 @@ from runner.layers import check_positions, specs_of
 from runner.loader import find_model
 from runner.model_runner import ModelRunner
 from runner.native_attentions import use_native_attentions
+from runner.native_layers import use_native_layers
 from runner.native_mlps import use_native_mlps
 from runner.native_modules import restore_modules
 from runner.native_norms import use_native_norms
@@ -47,7 +48,7 @@ class Engine(RequestLoop):
     Args:
         model: A transformers model for causal language modelling. The engine takes it over: it is put into evaluation
             mode, its attention becomes the paged one, its linear layers may get packed weights beside their own, and
-            its norms, MLPs and attention a shorter way to compute the same. To give it back:
+            its layers a shorter way to compute the same. To give it back:
             ``model.set_attn_implementation("sdpa")``, :func:`runner.packed_linear.unpack_linear_layers` and
             :func:`runner.native_modules.restore_modules`. Whoever changes its weights meanwhile, or what its
             classes compute, calls :meth:`weights_changed`.
@@ -272,7 +273,8 @@ def _compute_natively(model: PreTrainedModel, backend: AttentionBackend) -> None
     if backend.name == NativeBackend.name:
         use_native_norms(model)
         use_native_mlps(model)
-        use_native_attentions(model)  # after norms, which it may have
+        use_native_attentions(model)  # after the norms that it may have
+        use_native_layers(model)  # after all that it is made of
     else:
         restore_modules(model)  # where an engine before this one has changed them
 

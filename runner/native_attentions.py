@@ -14,13 +14,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from runner.hf_attention import PagedStep
-from runner.native.kernels import is_plain, native_kernels
+from runner.native.kernels import native_kernels
 from runner.native.structs import QkvLayer
-from runner.native_modules import FLOAT32, NativeModule, has_tensors, make_native, only_computes, random_rows
+from runner.native_calls import is_served, random_call
+from runner.native_modules import NativeModule, has_tensors, make_native, only_computes, rows_agree, settings_of
 from runner.native_norms import NativeNorm, PlacedNorm
 from runner.packed_linear import Packed, PackedLinear
-from runner.packed_products import MOST_NATIVE_ROWS
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """What a module calls the layers that queries, keys and values come from."""
@@ -30,15 +29,6 @@ NORMS = ("q_norm", "k_norm")
 
 OUTPUT = "o_proj"
 """And the layer behind attention."""
-
-SETTINGS = (bool, int, float, str, type(None))
-"""Types of what a module may read at each call: ``scaling``, ``training``, a bound on scores."""
-
-NUM_ROWS = 8
-"""Random ones, that tell what a module computes."""
-
-ERROR = 64 * torch.finfo(torch.float32).eps
-"""Most that a row may differ from the module's own, as a share of its largest value."""
 
 
 class Parts(NamedTuple):
@@ -90,47 +80,40 @@ def use_native_attentions(model: nn.Module) -> int:
     Args:
         model: Loaded with ``attn_implementation="kvcore_paged"``, in float32, on a CPU; any other is left as it is.
     """
-    return make_native(model, _NativeAttention, _recognized)
+    return make_native(model, NativeAttention, _recognized)
 
 
-class _NativeAttention(NativeModule):
+class NativeAttention(NativeModule):
+    """Attention that begins by the kernel."""
+
     def natively(
-        self,
-        found: Attention,
-        /,
-        *args: Any,
-        hidden_states: Any = None,
-        position_embeddings: Any = None,
-        paged_step: Any = None,
-        position_ids: Any = None,  # have become position_embeddings
-        use_cache: Any = None,
-        **others: Any,
+        self, found: Attention, /, *args: Any, hidden_states: Any = None, position_embeddings: Any = None, **given: Any
     ) -> tuple[torch.Tensor, None] | None:
         """For what an engine's step hands to it. ``[1, T, K]``, and no attention weights."""
         angles = position_embeddings if found.is_rotated else ()
         if (
             args
-            or not isinstance(paged_step, PagedStep)
-            or not is_plain(hidden_states)
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or type(angles) is not tuple
-            or len(angles) != (2 if found.is_rotated else 0)
-            or any(_is_asked_for(name, value) for name, value in others.items())
-            or not found.settings.items() <= vars(self).items()
-            or _parts(self) != found.parts
+            or not is_served(found.qkv, hidden_states, angles, is_rotated=found.is_rotated, **given)
+            or not self.is_as_found(found)
         ):
             return None
-        heads = _heads(found.qkv, hidden_states, angles)
-        if heads is None:
-            return None
-        output = paged_step.attend(self, *heads, found.scale, found.features)  # [T, Hq, D]
+        heads = native_kernels().qkv(hidden_states[0], found.qkv, *angles)  # [T, H, D] each
+        output = given["paged_step"].attend(self, *heads, found.scale, found.features)  # [T, Hq, D]
         return self.o_proj(output.flatten(1)[None]), None
 
+    def is_as_found(self, found: Attention) -> bool:
+        """Whether the kernel still reads what makes queries, keys and values, and nothing else is asked of it."""
+        return found.settings.items() <= vars(self).items() and _parts(self) == found.parts
 
-def _is_asked_for(name: str, value: object) -> bool:
-    """Whether an argument may change what a module gives back; ``output_attentions=False`` does not."""
-    return value is not None and not (value is False and name.startswith("output_"))
+    def native_attention(self) -> Attention | None:
+        """What it computes, for a kernel that computes more than this module.
+
+        None where the module computes anything else, as :func:`use_native_attentions` says.
+        """
+        found: Attention | None = self.__dict__.get("_found")
+        if found is None or not only_computes(self) or not self.is_as_found(found):
+            return None
+        return found
 
 
 def _parts(module: nn.Module) -> Parts | None:
@@ -151,57 +134,6 @@ def _parts(module: nn.Module) -> Parts | None:
     return parts
 
 
-def _heads(
-    qkv: QkvLayer, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...] | None:
-    """Queries, keys and values ``[T, heads, D]`` by the kernel; None where it does not serve.
-
-    Args:
-        qkv: What computes them.
-        hidden_states: ``[1, T, K]``.
-        angles: Cosines and sines by which queries and keys are rotated, ``[1, T, D]`` each; none: they are not.
-    """
-    if hidden_states.dtype != torch.float32 or hidden_states.ndim != 3:
-        return None
-    batch, rows, size = hidden_states.shape
-    if batch != 1 or rows > MOST_NATIVE_ROWS or size != qkv.size:
-        return None
-    for tensor in angles:
-        if (
-            not is_plain(tensor)
-            or tensor.dtype != torch.float32
-            or tensor.shape != (1, rows, qkv.head_size)
-            or not tensor.is_contiguous()
-        ):
-            return None
-    return native_kernels().qkv(hidden_states[0], qkv, *angles)
-
-
-class _Recorder:
-    """A step that takes note of what a module hands to attention, and has its answer ready.
-
-    Args:
-        output: That answer, ``[T, Hq, D]``.
-    """
-
-    def __init__(self, output: torch.Tensor) -> None:
-        self.output = output
-        self.calls: list[tuple[tuple[torch.Tensor, ...], float, Mapping[str, Any]]] = []
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        features: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """As :class:`~runner.hf_attention.AttentionStep` says."""
-        self.calls.append(((query, key, value), scale, features))
-        return self.output
-
-
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Attention | None:
     children = {name for name, _ in module.named_children()}
@@ -216,33 +148,21 @@ def _recognized(module: nn.Module) -> Attention | None:
     qkv = None if parts is None else _qkv_layer(parts, getattr(module, "head_dim", None))
     if parts is None or qkv is None:
         return None
-    rows = random_rows(NUM_ROWS, qkv.size, (-3, 4))[None]  # [1, T, K]
-    generator = torch.Generator().manual_seed(1)
-    cosines, sines = torch.randn(2, 1, NUM_ROWS, qkv.head_size, generator=generator, **FLOAT32)
-    far_apart = 8 ** torch.arange(NUM_ROWS, device="cpu")[None]  # some models scale queries, from a position on
-    recorder = _Recorder(torch.randn(NUM_ROWS, qkv.num_heads[0], qkv.head_size, generator=generator, **FLOAT32))
+    rows, given, recorder = random_call(qkv)
     try:
-        output, weights = module(
-            hidden_states=rows,
-            position_embeddings=(cosines, sines),
-            attention_mask=None,
-            position_ids=far_apart,
-            use_cache=False,
-            paged_step=recorder,
-        )
+        output, weights = module(hidden_states=rows, **given)
         expected = module.o_proj(recorder.output.flatten(1)[None])
     except Exception:  # whatever it is: who calls the module in earnest will hear of it
         return None
-    if len(recorder.calls) != 1 or weights is not None or not _agree(output, expected):
+    if len(recorder.calls) != 1 or weights is not None or not rows_agree(output, expected):
         return None
     ((heads, scale, features),) = recorder.calls
     if features.get("s_aux") is not None:  # a tensor, which may be replaced
         return None
-    settings = {name: value for name, value in vars(module).items() if isinstance(value, SETTINGS)}
-    for angles in ((cosines, sines), ()):
-        found = _heads(qkv, rows, angles)
-        if found is not None and all(map(_agree, found, heads)):
-            return Attention(parts, qkv, settings, bool(angles), scale, {"softcap": features.get("softcap")})
+    for angles in (given["position_embeddings"], ()):
+        found = native_kernels().qkv(rows[0], qkv, *angles)
+        if all(map(rows_agree, found, heads)):
+            return Attention(parts, qkv, settings_of(module), bool(angles), scale, {"softcap": features.get("softcap")})
     return None
 
 
@@ -266,12 +186,3 @@ def _qkv_layer(parts: Parts, head_size: Any) -> QkvLayer | None:
         head_size=head_size,
         size=shapes[0][1],
     )
-
-
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Row by row. Rows of zeros tell nothing."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    largest = expected.reshape(NUM_ROWS, -1).abs().amax(-1)
-    error = (found - expected).reshape(NUM_ROWS, -1).abs().amax(-1)
-    return bool((largest > 0).all() and (error <= ERROR * largest).all())

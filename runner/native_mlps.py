@@ -14,8 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import FLOAT32, NativeModule, has_tensors, make_native, only_computes, output_of, random_rows
-from runner.packed_linear import PackedLinear
+from runner.native_modules import (
+    FLOAT32,
+    NativeModule,
+    has_tensors,
+    make_native,
+    only_computes,
+    output_of,
+    random_rows,
+    rows_agree,
+)
+from runner.packed_linear import Packed, PackedLinear
 from runner.packed_products import MOST_NATIVE_ROWS
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -26,9 +35,6 @@ CHILDREN = {*LAYERS, "act_fn"}
 
 FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 """torch's own, by the names of the kernel's."""
-
-ERROR = 64 * torch.finfo(torch.float32).eps
-"""Most that an MLP may differ from the module's own, as a share of the largest value."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +63,46 @@ def use_native_mlps(model: nn.Module) -> int:
     Args:
         model: In float32, on a CPU; any other is left as it is.
     """
-    return make_native(model, _NativeMlp, _recognized)
+    return make_native(model, NativeMlp, _recognized)
 
 
-class _NativeMlp(NativeModule):
+class NativeMlp(NativeModule):
+    """A gated MLP that the kernel computes."""
+
     def natively(self, found: Mlp, /, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """For one tensor and nothing else."""
         if len(args) != 1 or kwargs:
             return None
         (input,) = args
-        activation = self._modules.get("act_fn")
         if (
-            activation is not found.activation_module
-            or not only_computes(activation)
-            or self.training  # some have dropout then
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
             or not is_plain(input)
             or torch.is_autocast_enabled("cpu")
+            or not self.is_as_found(found)
         ):
             return None
         return _computed(self, input, found.activation)
 
+    def is_as_found(self, found: Mlp) -> bool:
+        """Whether its activation is that one, and nothing else is asked of it."""
+        activation = self._modules.get("act_fn")
+        # In training some have dropout.
+        return activation is found.activation_module and only_computes(activation) and not self.training
 
-def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.Tensor | None:
-    """By the kernel; None where it does not serve."""
+    def native_mlp(self) -> tuple[str, list[Packed]] | None:
+        """Its activation and :data:`LAYERS`, for a kernel that computes more than this module.
+
+        None where the module computes anything else, as :func:`use_native_mlps` says.
+        """
+        found: Mlp | None = self.__dict__.get("_found")
+        if found is None or not only_computes(self) or not self.is_as_found(found):
+            return None
+        packed = _packed(self)
+        return None if packed is None else (found.activation, packed)
+
+
+def _packed(module: nn.Module) -> list[Packed] | None:
+    """:data:`LAYERS` as the kernel reads them; None where it cannot."""
     packed = []
     for name in LAYERS:
         layer = module._modules.get(name)
@@ -88,14 +110,19 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
             return None
         packed.append(weight)
     gate, up, down = packed
+    if up.origin.shape != gate.origin.shape or down.origin.shape[1] != len(gate.origin):
+        return None
+    return packed
+
+
+def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.Tensor | None:
+    """By the kernel; None where it does not serve."""
+    packed = _packed(module)
+    if packed is None:
+        return None
+    gate, up, down = packed
     inner, size = gate.origin.shape
-    if (
-        input.dtype != torch.float32
-        or input.shape[-1:] != (size,)
-        or input.numel() > MOST_NATIVE_ROWS * size
-        or up.origin.shape != gate.origin.shape
-        or down.origin.shape[1] != inner
-    ):
+    if input.dtype != torch.float32 or input.shape[-1:] != (size,) or input.numel() > MOST_NATIVE_ROWS * size:
         return None
     return native_kernels().gated_mlp(
         input, gate.weight, up.weight, down.weight, inner=inner, columns=len(down.origin), activation=activation
@@ -111,14 +138,10 @@ def _recognized(module: nn.Module) -> Mlp | None:
     gate = module.gate_proj
     if activation is None or type(gate) is not PackedLinear:
         return None
-    # Of several sizes: what is large may be cut off, and models have elements of thousands.
-    rows = random_rows(8, gate.in_features, (-3, 4))
-    found, expected = _computed(module, rows, activation), output_of(module, rows)
-    if found is None or expected is None:
-        return None
-    largest = expected.abs().amax(-1)
-    # Where nothing comes out, as of a layer that begins with zeros, nothing can be told.
-    if not (largest > 0).all() or not ((found - expected).abs().amax(-1) <= ERROR * largest).all():
+    rows = random_rows(gate.in_features)
+    found = _computed(module, rows, activation)
+    expected = None if found is None else output_of(module, rows)
+    if found is None or expected is None or not rows_agree(found, expected):
         return None
     return Mlp(activation, module.act_fn)
 

@@ -21,6 +21,13 @@ FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What random rows are made of, whatever torch's defaults are."""
 
 
+NUM_ROWS = 8
+"""Random rows that tell what a module computes."""
+
+ERROR = 64 * torch.finfo(torch.float32).eps
+"""Most that a row of a kernel's may differ from the module's own, as a share of its largest value."""
+
+
 class NativeModule:
     """Stands before the class of a module: the kernel is asked first."""
 
@@ -103,10 +110,31 @@ def has_tensors(module: nn.Module) -> bool:
     return any(tensor is not None for own in (module._parameters, module._buffers) for tensor in own.values())
 
 
-def random_rows(num_rows: int, size: int, sizes: tuple[float, float]) -> torch.Tensor:
-    """``[num_rows, size]``, always the same: the first of the smaller size, the last of the larger."""
-    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0), **FLOAT32)
-    return rows * torch.logspace(*sizes, num_rows, **FLOAT32)[:, None]
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Its own numbers and switches, which it may read at each call: ``scaling``, ``training``, a bound on scores."""
+    kinds = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+
+
+def random_rows(size: int) -> torch.Tensor:
+    """``[NUM_ROWS, size]``, always the same.
+
+    Some are small and some large: what is large may be cut off, and models have elements of thousands.
+    """
+    rows = torch.randn(NUM_ROWS, size, generator=torch.Generator().manual_seed(0), **FLOAT32)
+    return rows * torch.logspace(-3, 4, NUM_ROWS, **FLOAT32)[:, None]
+
+
+def rows_agree(found: torch.Tensor, expected: torch.Tensor, error: float = ERROR) -> bool:
+    """Whether they are the same but for rounding, each of :data:`NUM_ROWS` rows by itself.
+
+    Rows of zeros are not, since they tell nothing: all that comes out of a layer that begins with zeros.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    largest = expected.reshape(NUM_ROWS, -1).abs().amax(-1)
+    difference = (found - expected).reshape(NUM_ROWS, -1).abs().amax(-1)
+    return bool((largest > 0).all() and (difference <= error * largest).all())
 
 
 def output_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:

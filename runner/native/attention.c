@@ -7,6 +7,7 @@
 // split along the keys as in Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 #include "functions.h"
+#include "kernels.h"
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
@@ -15,29 +16,6 @@
 
 // Rows of queries that are attended together: their sums, two panels wide, fit in the registers.
 enum { ROWS = ROWS_BY_2 < 8 ? ROWS_BY_2 : 8 };
-
-// A step for one group. A part is a query that reads from a span.
-struct work {
-    long spans, queries;
-    const long *span_start;   // [spans], position of the first token
-    const long *span_blocks;  // [spans], where in `blocks` the blocks begin, the one with the first token first
-    const long *span_parts;   // [spans + 1], the first of each span's parts
-    const long *blocks;       // block ids
-    const long *part_token;   // [parts], the query: which of the step's tokens
-    const long *part_from;    // [parts], first token of the span that it reads
-    const long *part_until;   // [parts], and the one behind the last; more than part_from
-    const long *query_token;  // [queries], which of the step's tokens
-    const long *query_parts;  // [queries + 1], where in `parts_of_queries` the parts of each begin
-    const long *parts_of_queries;
-};
-
-// What is the same for all queries of a layer. Strides are in elements.
-struct layer {
-    long query_token_stride, query_head_stride, block_size, heads, group_size, head_size;
-    float scale;
-    float softcap;       // 0: none
-    const float *sinks;  // [heads * group_size], or null
-};
 
 static inline lanes larger(lanes a, lanes b)
 {

@@ -17,7 +17,7 @@ import torch
 from runner.machine import cache_folder
 
 FOLDER = Path(__file__).parent
-SOURCES = ("linear.c", "mlp.c", "qkv.c", "attention.c", "norm.c")
+SOURCES = ("linear.c", "mlp.c", "qkv.c", "attention.c", "norm.c", "decoder.c")
 SPAN = 64
 """Tokens that the attention kernel takes at a time."""
 MOST_HEAD_SIZE = 256

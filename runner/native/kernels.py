@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from runner.native.build import NativeUnavailableError, compiled_kernels
-from runner.native.structs import AttendLayer, AttentionWork, QkvLayer
+from runner.native.structs import AttendLayer, AttentionWork, DecoderLayer, QkvLayer
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The element types that attention is compiled for."""
@@ -53,7 +54,7 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         try:
             library = ctypes.CDLL(str(path))
-            library.packed_size.restype = _long
+            library.packed_size.restype = library.decoder_room.restype = _long
         except (OSError, AttributeError) as error:
             raise NativeUnavailableError(f"what was compiled cannot be loaded ({error})") from error
         library.packed_size.argtypes = (_long, _long)
@@ -61,6 +62,8 @@ class Kernels:
         library.packed_product.argtypes = (*(_pointer,) * 4, *(_long,) * 3, _pointer, _int)
         library.packed_gated_mlp.argtypes = (*(_pointer,) * 4, _int, _pointer, *(_long,) * 4, _pointer, _int)
         library.packed_qkv.argtypes = (*(_pointer,) * 5, _long, _pointer, _int)
+        library.decoder_room.argtypes = (_pointer, _long, _long)
+        library.decoder_layer.argtypes = (_pointer, _pointer, _long, *(_pointer,) * 6, *(_long,) * 3, _pointer, _int)
         library.rms_norm.argtypes = (*(_pointer,) * 3, _long, _long, _float, _float, _int)
         strided = (_pointer, _long, _long)
         for suffix in SUFFIXES.values():
@@ -206,6 +209,38 @@ class Kernels:
             self._room.address_of(rows * steps), torch.get_num_threads(),
         )  # fmt: skip
         return output.split_with_sizes(layer.num_heads, 1)
+
+    def decoder_layer(
+        self,
+        input: torch.Tensor,
+        layer: DecoderLayer,
+        works: Sequence[AttentionWork],
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        cosines: torch.Tensor | None = None,
+        sines: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output ``[T, K]`` of a decoder layer for an input ``[T, K]``, contiguous, in float32.
+
+        Args:
+            input: What goes in.
+            layer: What computes.
+            works: Of the step; together for all of its tokens.
+            kv_cache: As in :meth:`attend`, in float32.
+            slots: As in :meth:`store`.
+            cosines: As in :meth:`qkv`.
+            sines: As there.
+        """
+        output = torch.empty_like(input)
+        rows, num_parts = len(input), max(work.num_parts for work in works)
+        addresses = (_pointer * len(works))(*(work.address for work in works))
+        room = self._library.decoder_room(layer.address, rows, num_parts)
+        self._library.decoder_layer(
+            layer.address, addresses, len(works), input.data_ptr(), None if cosines is None else cosines.data_ptr(),
+            None if sines is None else sines.data_ptr(), kv_cache.data_ptr(), slots.data_ptr(), output.data_ptr(), rows,
+            num_parts, kv_cache.shape[2], self._room.address_of(room), torch.get_num_threads(),
+        )  # fmt: skip
+        return output
 
     def rms_norm(self, input: torch.Tensor, weight: torch.Tensor, *, epsilon: float, offset: float) -> torch.Tensor:
         """``input / sqrt(mean(input^2) + epsilon) * (offset + weight)``, for rows ``[..., K]`` and a weight ``[K]``.

@@ -1,5 +1,6 @@
 // Linear layers: how their weights are packed, and their product with few rows, x W^T + bias.
 
+#include "kernels.h"
 #include "product.h"
 
 // Panels come in pairs.

@@ -1,10 +1,8 @@
 // MLPs of three products with packed weights, one of which is a gate.
 
 #include "functions.h"
+#include "kernels.h"
 #include "product.h"
-
-// The activations of packed_gated_mlp, by the numbers that Python gives them.
-enum { SILU, GELU_TANH };
 
 // gated [rows, columns] = activation(x gate^T) * (x up^T) for packed weights [columns, steps]. It is laid out as
 // lay_out would, for the product that follows. Returns when all of it is there.

@@ -1,5 +1,6 @@
 // RMS norms of many rows.
 
+#include "kernels.h"
 #include "norm.h"
 
 // Values from which on a second thread is worth its waking.

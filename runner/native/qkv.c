@@ -1,19 +1,8 @@
 // What attention begins with: queries, keys and values of a few rows, normed and rotated where the layer does so.
 
+#include "kernels.h"
 #include "norm.h"
 #include "product.h"
-
-enum { QUERIES, KEYS, VALUES, KINDS };
-
-// A layer. Norms are of queries and keys, each head by itself.
-struct qkv {
-    const float *weights[KINDS];  // packed, [heads * head_size, steps]
-    const float *biases[KINDS];   // [heads * head_size], or null
-    const float *norms[VALUES];   // their weights, [head_size], or null
-    float epsilons[VALUES], offsets[VALUES];
-    long heads[KINDS];
-    long head_size, steps;
-};
 
 // Rotary embedding (https://arxiv.org/abs/2104.09864) of a vector [size]: element i of the first half makes a pair with
 // element i of the second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -107,3 +107,67 @@ class QkvLayer:
         self.num_heads = tuple(num_heads)
         self.head_size = head_size
         self.size = size
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _pointer), ("epsilon", _float), ("offset", _float))
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("before_attention", _Norm),
+        ("behind_attention", _Norm),
+        ("before_mlp", _Norm),
+        ("behind_mlp", _Norm),
+        ("qkv", _Qkv),
+        *((name, _pointer) for name in ("output", "output_bias", "gate", "up", "down")),
+        ("inner", _long),
+        ("activation", ctypes.c_int),
+        ("scale", _float),
+        ("softcap", _float),
+    )
+
+
+class DecoderLayer:
+    """A decoder layer: ``struct decoder`` of ``decoder.c``. What it names is read as :class:`QkvLayer` says.
+
+    Args:
+        qkv: What attention begins with.
+        output: Packed weight of the layer behind attention, and its bias, contiguous, or None.
+        mlp: Packed weights: gate, up, down.
+        norms: As for :class:`QkvLayer`, before and behind attention, before and behind the MLP, by their names in C;
+            what is left out is not there.
+        inner: Elements between up and down.
+        activation: Number of the MLP's in C.
+        scale: Factor on the scores.
+        softcap: Bound on the scores, if there is one.
+    """
+
+    def __init__(
+        self,
+        qkv: QkvLayer,
+        output: tuple[torch.Tensor, torch.Tensor | None],
+        mlp: Sequence[torch.Tensor],
+        norms: Mapping[str, tuple[int, float, float]],
+        *,
+        inner: int,
+        activation: int,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        weight, bias = output
+        gate, up, down = mlp
+        self._struct = _Decoder(
+            **{name: _Norm(*norm) for name, norm in norms.items()},
+            qkv=qkv._struct,
+            output=weight.data_ptr(),
+            output_bias=None if bias is None else bias.data_ptr(),
+            gate=gate.data_ptr(),
+            up=up.data_ptr(),
+            down=down.data_ptr(),
+            inner=inner,
+            activation=activation,
+            scale=scale,
+            softcap=softcap or 0.0,
+        )
+        self.address = ctypes.addressof(self._struct)

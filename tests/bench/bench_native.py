@@ -1,4 +1,4 @@
-"""Measures what the native kernels save on a CPU: products with few rows, by each way to compute them, MLPs, attention.
+"""Measures what the native kernels save on a CPU: products with few rows, each way to compute them, layers, attention.
 
 Weights and caches have the sizes of SmolLM2-135M's, each layer its own, so that they come from memory and not from a
 cache of the CPU. Prints Markdown tables; progress goes to the standard error.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from kvcore import KVCacheConfig, KVCacheGroupSpec
 from kvcore.blocks import KVCacheBlock
@@ -31,8 +31,10 @@ from runner.hf_attention import ATTENTION_NAME, BoundLayer, PagedStep, register
 from runner.native.build import NativeUnavailableError
 from runner.native.kernels import native_kernels
 from runner.native_attentions import use_native_attentions
+from runner.native_layers import NativeLayer, use_native_layers
 from runner.native_mlps import use_native_mlps
 from runner.native_modules import restore_modules
+from runner.native_norms import use_native_norms
 from runner.packed_linear import pack_linear_layers
 from runner.packed_products import MklForm, NativeForm, PackedForm
 from runner.step_inputs import make_batch
@@ -90,60 +92,47 @@ def products(num_layers: int, repetitions: int) -> Iterator[list[str]]:
         yield [f"{rows}", *(report.number(1e3 * time) for time in times)]
 
 
-def mlps(num_layers: int, repetitions: int) -> Iterator[list[str]]:
-    """All MLPs of one step of the model, in milliseconds, for each number of rows."""
-    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_attention_heads=NUM_HEADS)
-    with torch.inference_mode(False):
-        model = nn.Sequential(*(LlamaMLP(config) for _ in range(num_layers))).eval()
-    pack_linear_layers(model, whatever_it_takes=True)
-    yield ["rows", "one call", "one by one"]
-    for rows in ROWS:
-        peer.progress(f"MLPs of {rows} rows")
-        compute = partial(model, torch.randn(rows, 576))
-        yield [f"{rows}", *with_and_without(use_native_mlps, model, num_layers, compute, repetitions)]
-
-
-def attention_modules(num_layers: int, repetitions: int) -> Iterator[list[str]]:
-    """All attention modules of one step of the model, in milliseconds, each row a sequence of 16 tokens."""
-    sizes = {"hidden_size": 576, "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
+def decoder_layers(num_layers: int, repetitions: int) -> Iterator[list[str]]:
+    """All decoder layers of one step of the model, in milliseconds, each row a sequence of 16 tokens."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": NUM_HEADS}
     register()
     with torch.inference_mode(False):
-        config = LlamaConfig(**sizes, attn_implementation=ATTENTION_NAME)
-        model = nn.ModuleList(LlamaAttention(config, i) for i in range(num_layers)).eval()
+        config = LlamaConfig(**sizes, num_key_value_heads=NUM_KV_HEADS, attn_implementation=ATTENTION_NAME)
+        model = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(num_layers)).eval()
     pack_linear_layers(model, whatever_it_takes=True)
     backend = NativeBackend()
-    yield ["rows", "one call", "one by one"]
+    yield ["rows", "one call", "a call a part", "native products"]
     for rows in ROWS:
-        peer.progress(f"attention modules of {rows} rows")
+        peer.progress(f"decoder layers of {rows} rows")
         batch, num_blocks = decode_step(rows, 16, 0)
         shape = (num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
         layers = {i: BoundLayer(0, torch.full(shape, 0.5)) for i in range(num_layers)}
         step = PagedStep(backend, [backend.plan(batch)], layers)
         angles = torch.randn(1, rows, HEAD_SIZE)
-        given = {"hidden_states": torch.randn(1, rows, 576), "position_embeddings": (angles.cos(), angles.sin())}
-        compute = partial(call_each, model, **given, attention_mask=None, paged_step=step)
-        yield [f"{rows}", *with_and_without(use_native_attentions, model, num_layers, compute, repetitions)]
+        compute = partial(
+            call_each,
+            model,
+            torch.randn(1, rows, 576),
+            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=None,
+            paged_step=step,
+        )
+        for use_native in (use_native_norms, use_native_mlps, use_native_attentions):
+            use_native(model)
+        if use_native_layers(model) != num_layers:
+            sys.exit("LlamaDecoderLayer is not taken for a decoder layer: there is nothing to compare")
+        times = [seconds(compute, repetitions)]
+        restore_modules(model, NativeLayer)
+        times.append(seconds(compute, repetitions))
+        restore_modules(model)
+        times.append(seconds(compute, repetitions))
+        yield [f"{rows}", *(report.number(1e3 * time) for time in times)]
 
 
-def call_each(modules: nn.ModuleList, **given: Any) -> None:
-    """With the same arguments."""
+def call_each(modules: nn.ModuleList, hidden_states: torch.Tensor, **given: Any) -> None:
+    """One after the other, as a model does."""
     for module in modules:
-        module(**given)
-
-
-def with_and_without(
-    use_native: Callable[[nn.Module], int],
-    model: nn.Module,
-    num_modules: int,
-    compute: Callable[[], object],
-    repetitions: int,
-) -> Iterator[str]:
-    """Milliseconds with the modules of a model native, and with them as they were."""
-    if use_native(model) != num_modules:
-        sys.exit(f"{use_native.__name__} does not take all of {num_modules} modules: there is nothing to compare")
-    yield report.number(1e3 * seconds(compute, repetitions))
-    restore_modules(model)
-    yield report.number(1e3 * seconds(compute, repetitions))
+        hidden_states = module(hidden_states, **given)
 
 
 def attention(num_layers: int, repetitions: int) -> Iterator[list[str]]:
@@ -208,11 +197,9 @@ def main() -> None:
         text = (
             f"All products of a step with SmolLM2-135M's weights in float32, in milliseconds:\n\n"
             f"{table(list(products(args.layers, args.reps)))}\n\n"
-            "All MLPs of a step, in milliseconds, in one call each, and by native products and torch's activation:\n\n"
-            f"{table(list(mlps(args.layers, args.reps)))}\n\n"
-            "All attention modules of a decode step with contexts of 16 tokens, in milliseconds, in one call each up "
-            "to where they attend, and by native products and torch's operations:\n\n"
-            f"{table(list(attention_modules(args.layers, args.reps)))}\n\n"
+            "All decoder layers of a decode step with contexts of 16 tokens, in milliseconds: in one call each; in one "
+            "for each norm, MLP and what attention begins with; and by native products and attention, and torch's "
+            f"operations:\n\n{table(list(decoder_layers(args.layers, args.reps)))}\n\n"
             f"All attention of a decode step, in milliseconds:\n\n{table(list(attention(args.layers, args.reps)))}\n\n"
             f"{args.layers} layers, {args.threads} threads, torch {torch.__version__}, {report.machine()['processor']}."
         )
