@@ -245,6 +245,7 @@ class Engine(RequestLoop):
         """Forget what the old weights have left: keys and values in the cache, packed weights, CUDA graphs.
 
         To be called when weights were written to or replaced: an adapter merged, an update taken over from training.
+        Modules that are computed natively are looked at anew, so that it serves for a class that was patched too.
 
         Raises:
             RunnerError: Requests are under way, whose keys and values are of the old weights.

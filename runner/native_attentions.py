@@ -6,7 +6,7 @@ rotation. In a decode step each of these is short, and most of its time goes int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from runner.native.kernels import native_kernels
-from runner.native.structs import QkvLayer
-from runner.native_calls import is_served, random_call
-from runner.native_modules import NativeModule, has_tensors, make_native, only_computes, rows_agree, settings_of
-from runner.native_norms import NativeNorm, PlacedNorm
-from runner.packed_linear import Packed, PackedLinear
+from runner.native.structs import PlacedNorm, QkvLayer
+from runner.native_calls import angles_if_served, random_call
+from runner.native_modules import NativeModule, has_tensors, make_native, only_computes, rows_agree
+from runner.native_norms import NativeNorm
+from runner.packed_linear import Packed, PackedLinear, held
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """What a module calls the layers that queries, keys and values come from."""
@@ -27,11 +27,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORMS = ("q_norm", "k_norm")
 """And what norms each query and each key, where something does."""
 
-OUTPUT = "o_proj"
-"""And the layer behind attention."""
 
-
-class Parts(NamedTuple):
+class AttentionParts(NamedTuple):
     """A module's parts as the kernel would read them. Two are equal if it would read the same from both.
 
     Args:
@@ -45,26 +42,26 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """What a module has turned out to compute: attention of queries, keys and values that the kernel makes, ``o_proj``.
+    """What a module has turned out to compute: attention of queries, keys and values of the kernel, then ``o_proj``.
 
     Args:
         parts: What they are made by.
-        qkv: The same, for the kernel.
-        settings: The module's own numbers and switches, as they were.
+        norm_weights: Held, so that nothing else can come to lie where the kernel reads them.
+        qkv: What they are made by, for the kernel.
         is_rotated: Whether queries and keys are.
         scale: Factor on the scores.
         features: What else the module tells attention.
     """
 
-    parts: Parts
+    parts: AttentionParts
+    norm_weights: Sequence[torch.Tensor]
     qkv: QkvLayer
-    settings: Mapping[str, Any]
     is_rotated: bool
     scale: float
     features: Mapping[str, Any]
 
     def __deepcopy__(self, memo: Any) -> Attention:
-        return self  # of a module whose copy has other parts: nothing is read
+        return self  # the copy of a module has other parts, which never are these
 
 
 def use_native_attentions(model: nn.Module) -> int:
@@ -87,38 +84,29 @@ class NativeAttention(NativeModule):
     """Attention that begins by the kernel."""
 
     def natively(
-        self, found: Attention, /, *args: Any, hidden_states: Any = None, position_embeddings: Any = None, **given: Any
+        self, found: Attention, /, *args: Any, hidden_states: Any = None, **given: Any
     ) -> tuple[torch.Tensor, None] | None:
         """For what an engine's step hands to it. ``[1, T, K]``, and no attention weights."""
-        angles = position_embeddings if found.is_rotated else ()
-        if (
-            args
-            or not is_served(found.qkv, hidden_states, angles, is_rotated=found.is_rotated, **given)
-            or not self.is_as_found(found)
-        ):
+        angles = angles_if_served(found.qkv, hidden_states, is_rotated=found.is_rotated, **given)
+        packed = held(found.parts.projections)  # while the kernel reads them
+        if args or angles is None or packed is None or _attention_parts(self) != found.parts:
             return None
         heads = native_kernels().qkv(hidden_states[0], found.qkv, *angles)  # [T, H, D] each
         output = given["paged_step"].attend(self, *heads, found.scale, found.features)  # [T, Hq, D]
         return self.o_proj(output.flatten(1)[None]), None
-
-    def is_as_found(self, found: Attention) -> bool:
-        """Whether the kernel still reads what makes queries, keys and values, and nothing else is asked of it."""
-        return found.settings.items() <= vars(self).items() and _parts(self) == found.parts
 
     def native_attention(self) -> Attention | None:
         """What it computes, for a kernel that computes more than this module.
 
         None where the module computes anything else, as :func:`use_native_attentions` says.
         """
-        found: Attention | None = self.__dict__.get("_found")
-        if found is None or not only_computes(self) or not self.is_as_found(found):
-            return None
-        return found
+        found: Attention | None = self.undisturbed()
+        return None if found is None or _attention_parts(self) != found.parts else found
 
 
-def _parts(module: nn.Module) -> Parts | None:
+def _attention_parts(module: nn.Module) -> AttentionParts | None:
     """None where the kernel cannot read them, or they do something else than to compute."""
-    parts = Parts([], [])
+    parts = AttentionParts([], [])
     for name in PROJECTIONS:
         layer = module._modules.get(name)
         if type(layer) is not PackedLinear or (packed := layer.native_weight()) is None:
@@ -136,39 +124,42 @@ def _parts(module: nn.Module) -> Parts | None:
 
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Attention | None:
-    children = {name for name, _ in module.named_children()}
+    children = set(module._modules)
     if (
         not type(module).__name__.endswith("Attention")
-        or children not in ({*PROJECTIONS, OUTPUT}, {*PROJECTIONS, *NORMS, OUTPUT})
+        or children not in ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, *NORMS, "o_proj"})
         or has_tensors(module)
         or not only_computes(module.o_proj)
     ):
         return None
-    parts = _parts(module)
+    parts = _attention_parts(module)
     qkv = None if parts is None else _qkv_layer(parts, getattr(module, "head_dim", None))
     if parts is None or qkv is None:
         return None
     rows, given, recorder = random_call(qkv)
     try:
-        output, weights = module(hidden_states=rows, **given)
+        output, weights = type(module).forward(module, hidden_states=rows, **given)
         expected = module.o_proj(recorder.output.flatten(1)[None])
     except Exception:  # whatever it is: who calls the module in earnest will hear of it
         return None
     if len(recorder.calls) != 1 or weights is not None or not rows_agree(output, expected):
         return None
-    ((heads, scale, features),) = recorder.calls
-    if features.get("s_aux") is not None:  # a tensor, which may be replaced
+    (call,) = recorder.calls
+    if call.features["s_aux"] is not None:  # a tensor, which may be replaced
         return None
     for angles in (given["position_embeddings"], ()):
         found = native_kernels().qkv(rows[0], qkv, *angles)
-        if all(map(rows_agree, found, heads)):
-            return Attention(parts, qkv, settings_of(module), bool(angles), scale, {"softcap": features.get("softcap")})
+        if all(map(rows_agree, found, call.heads)):
+            weights = [module._modules[name].weight.detach() for name in NORMS if name in children]
+            return Attention(parts, weights, qkv, bool(angles), call.scale, call.features)
     return None
 
 
-def _qkv_layer(parts: Parts, head_size: Any) -> QkvLayer | None:
+def _qkv_layer(parts: AttentionParts, head_size: Any) -> QkvLayer | None:
     """For the kernel; None where heads are not as it takes them."""
-    projections = [packed for reference in parts.projections if (packed := reference()) is not None]
+    projections = held(parts.projections)
+    if projections is None:
+        return None
     shapes = [packed.origin.shape for packed in projections]
     if (
         not isinstance(head_size, int)
@@ -181,7 +172,7 @@ def _qkv_layer(parts: Parts, head_size: Any) -> QkvLayer | None:
     return QkvLayer(
         [packed.weight for packed in projections],
         [packed.bias for packed in projections],
-        [(address, norm.epsilon, norm.offset) for norm, _, address in parts.norms],
+        parts.norms,
         num_heads=[columns // head_size for columns, _ in shapes],
         head_size=head_size,
         size=shapes[0][1],

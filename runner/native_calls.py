@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,32 +15,35 @@ from runner.native_modules import FLOAT32, NUM_ROWS, random_rows
 from runner.packed_products import MOST_NATIVE_ROWS
 
 
-def is_served(
+def angles_if_served(
     qkv: QkvLayer,
     hidden_states: Any,
-    angles: Any,
     *,
     is_rotated: bool,
+    position_embeddings: Any = None,
     paged_step: Any = None,
     position_ids: Any = None,
     use_cache: Any = None,
     **others: Any,
-) -> bool:
-    """Whether a module that has turned out to be native is called in an engine's step, and with what the kernel reads.
+) -> tuple[torch.Tensor, ...] | None:
+    """The angles for the kernel, empty where nothing is rotated. None where it does not serve.
+
+    It serves what an engine's step hands to a module: rows of the kind that it reads, and nothing that asks for more.
 
     Args:
         qkv: What attention begins with.
         hidden_states: ``[1, T, K]`` in a step.
-        angles: Cosines and sines, ``[1, T, D]`` each, as the kernel is to get them; empty: nothing is rotated.
         is_rotated: Whether the module rotates queries and keys.
+        position_embeddings: As in the call; in a step cosines and sines, ``[1, T, D]`` each.
         paged_step: As in the call.
         position_ids: As in the call; in a step they have become the angles.
         use_cache: As in the call; means nothing in a step.
         others: The call's other arguments. None of them may ask for anything.
     """
+    angles = position_embeddings if is_rotated else ()
     if (
-        not isinstance(paged_step, PagedStep)
-        or not is_plain(hidden_states)  # before what would keep it from compiling
+        type(paged_step) is not PagedStep
+        or not is_plain(hidden_states)  # early: torch's compiler cannot trace what follows
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or any(_is_asked_for(name, value) for name, value in others.items())
@@ -49,15 +52,15 @@ def is_served(
         or type(angles) is not tuple
         or len(angles) != (2 if is_rotated else 0)
     ):
-        return False
+        return None
     batch, rows, size = hidden_states.shape
     if batch != 1 or rows > MOST_NATIVE_ROWS or size != qkv.size:
-        return False
+        return None
     shape = (1, rows, qkv.head_size)
     for tensor in angles:
         if not is_plain(tensor) or tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
-            return False
-    return True
+            return None
+    return angles
 
 
 def _is_asked_for(name: str, value: object) -> bool:
@@ -65,16 +68,33 @@ def _is_asked_for(name: str, value: object) -> bool:
     return value is not None and not (value is False and name.startswith("output_"))
 
 
+class RecordedCall(NamedTuple):
+    """What a module handed to attention; sizes as in :class:`~runner.hf_attention.AttentionStep`.
+
+    Args:
+        heads: Queries, keys and values.
+        scale: Factor on the scores.
+        features: Those of the other keyword arguments that attention in a step looks at.
+    """
+
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    scale: float
+    features: Mapping[str, Any]
+
+
 class Recorder:
     """A step that takes note of what modules hand to attention, and has its answer ready.
 
     Args:
         output: That answer, ``[T, Hq, D]``.
+
+    Attributes:
+        calls: One after the other.
     """
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
-        self.calls: list[tuple[tuple[torch.Tensor, ...], float, Mapping[str, Any]]] = []
+        self.calls: list[RecordedCall] = []
 
     def attend(
         self,
@@ -86,12 +106,20 @@ class Recorder:
         features: Mapping[str, Any],
     ) -> torch.Tensor:
         """As :class:`~runner.hf_attention.AttentionStep` says."""
-        self.calls.append(((query, key, value), scale, features))
+        looked_at = {name: features.get(name) for name in ("softcap", "s_aux")}
+        self.calls.append(RecordedCall((query, key, value), scale, looked_at))
         return self.output
 
 
 def random_call(qkv: QkvLayer) -> tuple[torch.Tensor, dict[str, Any], Recorder]:
-    """Random rows ``[1, NUM_ROWS, K]``, the other arguments of a call with them, and the step among those."""
+    """A call of a module with random rows.
+
+    Args:
+        qkv: What the module's attention begins with.
+
+    Returns:
+        The rows, ``[1, NUM_ROWS, K]``, the call's other arguments, and the recorder that is their ``paged_step``.
+    """
     generator = torch.Generator().manual_seed(1)
     cosines, sines = torch.randn(2, 1, NUM_ROWS, qkv.head_size, generator=generator, **FLOAT32)
     recorder = Recorder(torch.randn(NUM_ROWS, qkv.num_heads[0], qkv.head_size, generator=generator, **FLOAT32))

@@ -1,12 +1,12 @@
 """Whole decoder layers in one call of C.
 
-Between calls of C, a decode step is short operations of torch and Python around them. Weights go through the CPU's
-caches meanwhile, so that each of these begins with what it needs far away: together they took a third of the step.
+Where each part of a layer is a call of its own, torch and Python run in between. The part before has driven what they
+need out of the CPU's caches, so each of them begins slowly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -16,16 +16,13 @@ from torch import nn
 
 from runner.attention.native_backend import NativeBackend
 from runner.native.kernels import ACTIVATIONS, native_kernels
-from runner.native.structs import DecoderLayer
-from runner.native_attentions import OUTPUT, Attention, NativeAttention
-from runner.native_calls import is_served, random_call
+from runner.native.structs import DecoderLayer, PlacedNorm
+from runner.native_attentions import Attention, NativeAttention
+from runner.native_calls import angles_if_served, random_call
 from runner.native_mlps import NativeMlp
-from runner.native_modules import NativeModule, has_tensors, make_native, rows_agree, settings_of
-from runner.native_norms import NativeNorm, PlacedNorm
-from runner.packed_linear import Packed, PackedLinear
-
-ATTENTION, MLP = "self_attn", "mlp"
-"""What a decoder layer calls its halves."""
+from runner.native_modules import NativeModule, has_tensors, make_native, rows_agree
+from runner.native_norms import NativeNorm
+from runner.packed_linear import Packed, PackedLinear, held
 
 LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
@@ -36,16 +33,16 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
         "behind_mlp": "post_feedforward_layernorm",
     },
 )
-"""What it calls its norms, by where they are: as in Llama, and as in Gemma."""
+"""What it calls its norms, by where they are: as in Llama, and as in Gemma 2 and 3."""
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """A layer's parts as the kernel would read them. Two are equal if it would read the same from both.
 
     Args:
         attention: Up to its output.
         output: The layer behind that. Packed weights are not held here, as in
-            :class:`~runner.native_attentions.Parts`.
+            :class:`~runner.native_attentions.AttentionParts`.
         activation: Of the MLP.
         mlp: Its layers.
         norms: In the order of the layout.
@@ -57,6 +54,11 @@ class Parts(NamedTuple):
     mlp: list[ReferenceType[Packed]]
     norms: list[PlacedNorm]
 
+    @property
+    def packed(self) -> list[ReferenceType[Packed]]:
+        """Of attention, the layer behind it, and the MLP."""
+        return [*self.attention.parts.projections, self.output, *self.mlp]
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -64,20 +66,20 @@ class Layer:
 
     Args:
         parts: What it is made of.
-        norms: Names of its norms, a value of :data:`LAYOUTS`.
-        settings: The module's own numbers and switches, as they were.
+        norm_weights: Held, so that nothing else can come to lie where the kernel reads them.
+        layout: One of :data:`LAYOUTS`.
         layer_idx: Of its attention.
         decoder: All of it, for the kernel.
     """
 
-    parts: Parts
-    norms: Mapping[str, str]
-    settings: Mapping[str, Any]
+    parts: LayerParts
+    norm_weights: Sequence[torch.Tensor]
+    layout: Mapping[str, str]
     layer_idx: int
     decoder: DecoderLayer
 
     def __deepcopy__(self, memo: Any) -> Layer:
-        return self  # of a module whose copy has other parts: nothing is read
+        return self  # the copy of a module has other parts, which never are these
 
 
 def use_native_layers(model: nn.Module) -> int:
@@ -87,8 +89,8 @@ def use_native_layers(model: nn.Module) -> int:
     :func:`~runner.native_attentions.use_native_attentions`, :func:`~runner.native_mlps.use_native_mlps` and
     :func:`~runner.native_norms.use_native_norms` before this call, and if what it makes of random rows is what they
     make, one behind the other, as in one of :data:`LAYOUTS`. It computes in its own way where the kernel does not
-    serve: where one of the halves would, where something hooks into any part, and in steps in which a sequence has many
-    new tokens.
+    serve: where one of the halves would, where something hooks into any part, where another backend attends, and in
+    steps in which a sequence has more new tokens than :data:`~runner.attention.pieces.FEW_QUERIES`.
 
     Args:
         model: As for :func:`~runner.native_attentions.use_native_attentions`.
@@ -99,20 +101,16 @@ def use_native_layers(model: nn.Module) -> int:
 class NativeLayer(NativeModule):
     """A decoder layer that the kernel computes."""
 
-    def natively(
-        self, found: Layer, /, *args: Any, position_embeddings: Any = None, **given: Any
-    ) -> torch.Tensor | None:
+    def natively(self, found: Layer, /, *args: Any, **given: Any) -> torch.Tensor | None:
         """For what an engine's step hands to it. ``[1, T, K]``."""
-        attention = found.parts.attention
-        angles = position_embeddings if attention.is_rotated else ()
-        if (
-            len(args) != 1
-            or not is_served(attention.qkv, args[0], angles, is_rotated=attention.is_rotated, **given)
-            or not found.settings.items() <= vars(self).items()
-            or _parts(self, found.norms) != found.parts
-        ):
+        if len(args) != 1:
             return None
-        (hidden_states,), step = args, given["paged_step"]
+        (hidden_states,), attention = args, found.parts.attention
+        angles = angles_if_served(attention.qkv, hidden_states, is_rotated=attention.is_rotated, **given)
+        packed = held(found.parts.packed)  # while the kernel reads them
+        if angles is None or packed is None or _layer_parts(self, found.layout) != found.parts:
+            return None
+        step = given["paged_step"]
         layer = step.layers[found.layer_idx]
         plan = step.plans[layer.group]
         rows = hidden_states[0].contiguous()  # [T, K]
@@ -121,55 +119,60 @@ class NativeLayer(NativeModule):
             or plan.pieces  # of sequences that the kernel does not attend for
             or len(plan.slots) != len(rows)
             or layer.kv_cache.dtype != torch.float32
+            or layer.kv_cache.shape[3:] != (attention.qkv.num_heads[1], attention.qkv.head_size)
         ):
             return None
         kernels = native_kernels()
         return kernels.decoder_layer(rows, found.decoder, plan.work, layer.kv_cache, plan.slots, *angles)[None]
 
 
-def _parts(module: nn.Module, norms: Mapping[str, str]) -> Parts | None:
+def _layer_parts(module: nn.Module, layout: Mapping[str, str]) -> LayerParts | None:
     """None where the kernel cannot read them, or they do something else than to compute."""
-    attention, mlp = module._modules.get(ATTENTION), module._modules.get(MLP)
+    attention, mlp = module._modules.get("self_attn"), module._modules.get("mlp")
     if not isinstance(attention, NativeAttention) or not isinstance(mlp, NativeMlp):
         return None
-    output = attention._modules.get(OUTPUT)
+    output = attention._modules.get("o_proj")
     if type(output) is not PackedLinear or (output_weight := output.native_weight()) is None:
         return None
     native_attention, native_mlp = attention.native_attention(), mlp.native_mlp()
     if native_attention is None or native_mlp is None:
         return None
     placed = []
-    for name in norms.values():
+    for name in layout.values():
         norm = module._modules.get(name)
         if not isinstance(norm, NativeNorm) or (place := norm.placed()) is None:
             return None
         placed.append(place)
     activation, layers = native_mlp
-    return Parts(native_attention, ref(output_weight), activation, [ref(packed) for packed in layers], placed)
+    return LayerParts(native_attention, ref(output_weight), activation, [ref(packed) for packed in layers], placed)
 
 
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Layer | None:
-    children = {name for name, _ in module.named_children()}
-    norms = next((norms for norms in LAYOUTS if children == {ATTENTION, MLP, *norms.values()}), None)
-    if not type(module).__name__.endswith("DecoderLayer") or norms is None or has_tensors(module):
+    children = set(module._modules)
+    layout = next((layout for layout in LAYOUTS if children == {"self_attn", "mlp", *layout.values()}), None)
+    if not type(module).__name__.endswith("DecoderLayer") or layout is None or has_tensors(module):
         return None
-    parts = _parts(module, norms)
-    decoder = None if parts is None else _decoder_layer(parts, norms)
-    if parts is None or decoder is None or not _is_made_of(module, parts, norms):
+    parts = _layer_parts(module, layout)
+    decoder = None if parts is None else _decoder_layer(parts, layout)
+    if parts is None or decoder is None or not _is_made_of(module, parts, layout):
         return None
-    return Layer(parts, norms, settings_of(module), module.self_attn.layer_idx, decoder)
+    layer_idx = getattr(module.self_attn, "layer_idx", None)
+    if not isinstance(layer_idx, int):
+        return None
+    weights = [module._modules[name].weight.detach() for name in layout.values()]
+    return Layer(parts, weights, layout, layer_idx, decoder)
 
 
-def _is_made_of(module: nn.Module, parts: Parts, norms: Mapping[str, str]) -> bool:
+def _is_made_of(module: nn.Module, parts: LayerParts, layout: Mapping[str, str]) -> bool:
     """Whether a layer's output is what its parts make, one behind the other."""
     rows, given, recorder = random_call(parts.attention.qkv)
 
     def normed(place: str, rows: torch.Tensor) -> torch.Tensor:
-        return getattr(module, norms[place])(rows) if place in norms else rows
+        return getattr(module, layout[place])(rows) if place in layout else rows
 
     try:
-        found = module(rows, **given)
+        found = type(module).forward(module, rows, **given)
         attended = module.self_attn(hidden_states=normed("before_attention", rows), **given)[0]
         between = rows + normed("behind_attention", attended)
         expected = between + normed("behind_mlp", module.mlp(normed("before_mlp", between)))
@@ -177,35 +180,37 @@ def _is_made_of(module: nn.Module, parts: Parts, norms: Mapping[str, str]) -> bo
         return False
     if not isinstance(found, torch.Tensor) or not rows_agree(found, expected) or len(recorder.calls) != 2:
         return False
-    (by_layer, *_), (by_parts, *_) = recorder.calls
-    return all(map(rows_agree, by_layer, by_parts))
+    by_layer, by_parts = recorder.calls
+    return (
+        all(map(rows_agree, by_layer.heads, by_parts.heads))
+        and by_layer.scale == by_parts.scale
+        and by_layer.features == by_parts.features
+    )
 
 
-def _decoder_layer(parts: Parts, norms: Mapping[str, str]) -> DecoderLayer | None:
+def _decoder_layer(parts: LayerParts, layout: Mapping[str, str]) -> DecoderLayer | None:
     """For the kernel; None where sizes are not as it takes them."""
-    qkv, output = parts.attention.qkv, parts.output()
-    mlp = [packed for reference in parts.mlp if (packed := reference()) is not None]
+    packed = held(parts.packed)
+    if packed is None:
+        return None
+    *_, output, gate, up, down = packed
+    qkv = parts.attention.qkv
     num_queries, num_keys, num_values = qkv.num_heads
-    inner = len(mlp[0].origin)
     if (
-        output is None
-        or output.origin.shape != (qkv.size, num_queries * qkv.head_size)
+        output.origin.shape != (qkv.size, num_queries * qkv.head_size)
         or num_keys != num_values
         or num_queries % num_keys
-        or mlp[0].origin.shape[1] != qkv.size
-        or len(mlp[2].origin) != qkv.size
+        or gate.origin.shape[1] != qkv.size
+        or len(down.origin) != qkv.size
         or any(norm.size != qkv.size for norm in parts.norms)
     ):
         return None
     return DecoderLayer(
         qkv,
         (output.weight, output.bias),
-        [packed.weight for packed in mlp],
-        {
-            place: (address, norm.epsilon, norm.offset)
-            for place, (norm, _, address) in zip(norms, parts.norms, strict=True)
-        },
-        inner=inner,
+        [gate.weight, up.weight, down.weight],
+        dict(zip(layout, parts.norms, strict=True)),
+        inner=len(gate.origin),
         activation=ACTIVATIONS[parts.activation],
         scale=parts.attention.scale,
         softcap=parts.attention.features["softcap"],

@@ -78,24 +78,23 @@ class NativeMlp(NativeModule):
             torch.is_grad_enabled()
             or not is_plain(input)
             or torch.is_autocast_enabled("cpu")
-            or not self.is_as_found(found)
+            or not self.has_activation(found)
         ):
             return None
         return _computed(self, input, found.activation)
 
-    def is_as_found(self, found: Mlp) -> bool:
-        """Whether its activation is that one, and nothing else is asked of it."""
+    def has_activation(self, found: Mlp) -> bool:
+        """Whether its activation is that one, and nothing hooks into it."""
         activation = self._modules.get("act_fn")
-        # In training some have dropout.
-        return activation is found.activation_module and only_computes(activation) and not self.training
+        return activation is found.activation_module and only_computes(activation)
 
     def native_mlp(self) -> tuple[str, list[Packed]] | None:
         """Its activation and :data:`LAYERS`, for a kernel that computes more than this module.
 
         None where the module computes anything else, as :func:`use_native_mlps` says.
         """
-        found: Mlp | None = self.__dict__.get("_found")
-        if found is None or not only_computes(self) or not self.is_as_found(found):
+        found: Mlp | None = self.undisturbed()
+        if found is None or not self.has_activation(found):
             return None
         packed = _packed(self)
         return None if packed is None else (found.activation, packed)
@@ -131,8 +130,7 @@ def _computed(module: nn.Module, input: torch.Tensor, activation: str) -> torch.
 
 @torch.inference_mode()
 def _recognized(module: nn.Module) -> Mlp | None:
-    children = {name for name, _ in module.named_children()}
-    if not type(module).__name__.endswith("MLP") or children != CHILDREN or has_tensors(module):
+    if not type(module).__name__.endswith("MLP") or set(module._modules) != CHILDREN or has_tensors(module):
         return None
     activation = _activation(module.act_fn)
     gate = module.gate_proj

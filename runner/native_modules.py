@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,12 +37,32 @@ class NativeModule:
         """The module's own result."""
         if not isinstance(self, NativeModule):  # somebody has kept this method, and the module is what it was
             return type(self).forward(self, *args, **kwargs)
-        found = self.__dict__.get("_found")  # gone while another thread gives the module back
+        found = self._as_found()
         output = None if found is None else self.natively(found, *args, **kwargs)
         return super().forward(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
+    def undisturbed(self) -> Any:
+        """What ``recognized`` of :func:`make_native` has said of the module, for a kernel that computes more than it.
+
+        None where the module is not as it was then, or something hooks into it.
+        """
+        return self._as_found() if only_computes(self) else None  # type: ignore[arg-type]
+
+    def _as_found(self) -> Any:
+        own = vars(self)
+        recognized = own.get("_found")  # gone while another thread gives the module back
+        if recognized is None or recognized.counts != _counts_of(own):
+            return None
+        try:
+            return recognized.found if recognized.settings.items() <= own.items() else None
+        except Exception:  # an array has come where a number was, and does not compare
+            return None
+
     def natively(self, found: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What the kernel makes of a call's arguments; None where it does not serve.
+
+        It is asked while the module's own numbers and switches are what they were when it was recognised, and nothing
+        was added to it.
 
         Args:
             found: What ``recognized`` of :func:`make_native` has said of the module.
@@ -63,8 +83,7 @@ class NativeModule:
 def make_native(model: nn.Module, kind: type[NativeModule], recognized: Callable[[nn.Module], Any]) -> int:
     """Put a kind of native module before the classes of a model's modules; before how many, 0 without kernels.
 
-    Those that were of that kind before are looked at anew. Those that somebody hooks into are left alone: who does
-    would hear of random rows.
+    Those that were of that kind before are looked at anew. Those with a ``forward`` of their own are left alone.
 
     Args:
         model: Whose modules are looked at.
@@ -78,9 +97,12 @@ def make_native(model: nn.Module, kind: type[NativeModule], recognized: Callable
         return 0
     taken = 0
     for module in list(model.modules()):
-        found = recognized(module) if only_computes(module) else None
+        found = None if "forward" in vars(module) else recognized(module)
         if found is not None:
-            module.__dict__["_found"] = found
+            own = vars(module)
+            settings = _settings_of(own)
+            own["_found"] = None  # so that it is counted
+            own["_found"] = _Recognized(found, settings, _counts_of(own))
             module.__class__ = _class_of(kind, type(module))
             taken += 1
     return taken
@@ -95,9 +117,13 @@ def restore_modules(model: nn.Module, kind: type[NativeModule] = NativeModule) -
 
 
 def only_computes(module: nn.Module) -> bool:
-    """Whether a call of the module does what its class says, and nobody hooks into it."""
+    """Whether a call of the module does what its class says, and nobody hooks into it.
+
+    Who has asked a model of transformers for hidden states has left hooks on it that do nothing until asked again.
+    """
+    hooks = module._forward_hooks
     return not (
-        module._forward_hooks
+        (hooks and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values()))
         or module._forward_pre_hooks
         or torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
@@ -106,14 +132,8 @@ def only_computes(module: nn.Module) -> bool:
 
 
 def has_tensors(module: nn.Module) -> bool:
-    """Whether it has parameters or buffers of its own, beside those of its parts."""
-    return any(tensor is not None for own in (module._parameters, module._buffers) for tensor in own.values())
-
-
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """Its own numbers and switches, which it may read at each call: ``scaling``, ``training``, a bound on scores."""
-    kinds = (bool, int, float, str, type(None))
-    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+    """Whether it has parameters or buffers of its own, beside those of its parts, or places for some."""
+    return bool(module._parameters or module._buffers)
 
 
 def random_rows(size: int) -> torch.Tensor:
@@ -128,7 +148,12 @@ def random_rows(size: int) -> torch.Tensor:
 def rows_agree(found: torch.Tensor, expected: torch.Tensor, error: float = ERROR) -> bool:
     """Whether they are the same but for rounding, each of :data:`NUM_ROWS` rows by itself.
 
-    Rows of zeros are not, since they tell nothing: all that comes out of a layer that begins with zeros.
+    Rows of zeros never agree: a layer whose weights are zeros gives them whatever it computes.
+
+    Args:
+        found: What a kernel computes; its first dimensions have that many rows.
+        expected: What a module does.
+        error: Most that they may differ, as a share of the largest value of a row.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
@@ -138,14 +163,36 @@ def rows_agree(found: torch.Tensor, expected: torch.Tensor, error: float = ERROR
 
 
 def output_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
-    """What a module makes of rows, to be compared with what a kernel does; None where it is nothing of the kind."""
+    """What a module makes of rows, to be compared with what a kernel does; None where it is nothing of the kind.
+
+    Hooks into the module do not hear of them.
+    """
     try:
-        output = module(rows)
+        output = type(module).forward(module, rows)
     except Exception:  # whatever it is: who calls the module in earnest will hear of it
         return None
     if not isinstance(output, torch.Tensor) or output.shape != rows.shape or output.dtype != rows.dtype:
         return None
     return output
+
+
+class _Recognized(NamedTuple):
+    """What a module has turned out to compute, and what it was then."""
+
+    found: Any
+    settings: dict[str, Any]
+    counts: tuple[int, ...]
+
+
+def _counts_of(own: dict[str, Any]) -> tuple[int, ...]:
+    """How many attributes, parts, parameters and buffers a module has, by its ``__dict__``."""
+    return len(own), len(own["_modules"]), len(own["_parameters"]), len(own["_buffers"])
+
+
+def _settings_of(own: dict[str, Any]) -> dict[str, Any]:
+    """A module's numbers and switches, which it may read at each call: ``scaling``, ``training``, an epsilon."""
+    kinds = (bool, int, float, str, type(None))
+    return {name: value for name, value in own.items() if isinstance(value, kinds)}
 
 
 @cache

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from runner.native.kernels import is_plain, native_kernels
-from runner.native_modules import NativeModule, make_native, only_computes, output_of, random_rows, rows_agree
+from runner.native.structs import PlacedNorm
+from runner.native_modules import NativeModule, make_native, output_of, random_rows, rows_agree
 
 OFFSETS = (0.0, 1.0)
 """What is added to the weight: nothing, or 1 as in Gemma."""
@@ -35,20 +36,13 @@ class Norm:
     offset: float
 
 
-class PlacedNorm(NamedTuple):
-    """A norm, how many elements its weight has, and where it lies in memory."""
-
-    norm: Norm
-    size: int
-    address: int
-
-
 def use_native_norms(model: nn.Module) -> int:
     """Have a model's RMS norms in float32 computed by the native kernel; how many there are.
 
     A module is taken for one if its class says so, its only parameter is a weight, and what it computes of random rows
     is what the kernel computes. It keeps its weight, and its own way of computing for where the kernel does not serve:
-    with gradients, in another type, or while it is compiled, traced, transformed or counted.
+    with gradients, in another type, with another epsilon than then, or while it is compiled, traced, transformed or
+    counted.
     """
     return make_native(model, NativeNorm, _recognized)
 
@@ -78,10 +72,10 @@ class NativeNorm(NativeModule):
         None where the module computes anything else: from a weight of another kind, by a ``forward`` of its own, and
         where something hooks into it.
         """
-        found, weight = self.__dict__.get("_found"), _weight(self)
-        if found is None or weight is None or not only_computes(self):
+        found, weight = self.undisturbed(), _weight(self)
+        if found is None or weight is None:
             return None
-        return PlacedNorm(found, len(weight), weight.data_ptr())
+        return PlacedNorm(weight.data_ptr(), found.epsilon, found.offset, len(weight))
 
 
 def _weight(module: nn.Module) -> torch.Tensor | None:

@@ -7,9 +7,10 @@ product is the same, but for the order of its sums, which differs between batche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,12 @@ class Packed:
     origin: torch.Tensor
     bias: torch.Tensor | None
     state: tuple[object, ...]
+
+
+def held(references: Iterable[ReferenceType[Packed]]) -> list[Packed] | None:
+    """What references are to, for as long as the list is there. None: another thread has let go of one."""
+    packed = [reference() for reference in references]
+    return None if None in packed else packed  # type: ignore[return-value]
 
 
 class PackedLinear(nn.Linear):

@@ -3,39 +3,25 @@
 
 #include "kernels.h"
 
-struct norm {
-    const float *weight;  // [size], or null: nothing is normed
-    float epsilon, offset;
-};
-
-struct decoder {
-    struct norm before_attention, behind_attention, before_mlp, behind_mlp;
-    struct qkv qkv;
-    const float *output, *output_bias;  // of attention: packed [size, heads * head_size]; [size], or null
-    const float *gate, *up, *down;      // packed, [inner, size] and [size, inner]
-    long inner;
-    int activation;
-    float scale, softcap;  // of attention, as in struct layer
-};
-
-// Where a layer keeps what it is about to need, one behind the other.
+// Where in its room a layer keeps what it has computed, in floats, one behind the other.
 struct places {
-    long rows, heads, attended, parts, maxima, totals, room, end;
+    long between, heads, attended, parts, maxima, totals, room, end;
 };
 
 static struct places places_of(const struct decoder *decoder, long rows, long parts)
 {
     const struct qkv *qkv = &decoder->qkv;
     const long queries = qkv->heads[QUERIES] * qkv->head_size;
-    const long others = (qkv->heads[KEYS] + qkv->heads[VALUES]) * qkv->head_size;
+    const long keys_and_values = (qkv->heads[KEYS] + qkv->heads[VALUES]) * qkv->head_size;
     const long widest = queries > qkv->steps ? queries : qkv->steps;
-    struct places at = {.rows = 0};
-    at.heads = at.rows + rows * qkv->steps;
-    at.attended = at.heads + rows * (queries + others);
+    struct places at = {.between = 0};
+    at.heads = at.between + rows * qkv->steps;
+    at.attended = at.heads + rows * (queries + keys_and_values);
     at.parts = at.attended + rows * queries;
     at.maxima = at.parts + parts * queries;
     at.totals = at.maxima + parts * qkv->heads[QUERIES];
     at.room = at.totals + parts * qkv->heads[QUERIES];
+    // Products lay out what goes into them, the widest of which counts; the MLP what comes out of its gate too.
     at.end = at.room + rows * (widest + decoder->inner);
     return at;
 }
@@ -50,8 +36,9 @@ static const float *normed(const struct norm *norm, const float *x, float *y, lo
     return y;
 }
 
-// x and y [rows, size], cosines and sines as in packed_qkv, cache and slots as in store. Each row is a query of one of
-// `works`, which have up to `parts` parts.
+// Puts the keys and values of the rows into the cache, attends to what is there then, and computes y [rows, size] from
+// x [rows, size]. Cosines and sines are as in packed_qkv, cache and slots as in store_float32. Each row is a query of
+// one of `works`, which have up to `parts` parts. Room for decoder_room floats.
 void decoder_layer(
     const struct decoder *decoder, const struct work *const *works, long num_works, const float *x,
     const float *cosines, const float *sines, float *cache, const int64_t *slots, float *y, long rows, long parts,
@@ -62,7 +49,7 @@ void decoder_layer(
     const struct places at = places_of(decoder, rows, parts);
     const long size = qkv->steps, head_size = qkv->head_size, num_keys = qkv->heads[KEYS];
     const long num_queries = qkv->heads[QUERIES], row_stride = (num_queries + 2 * num_keys) * head_size;
-    float *heads = room + at.heads, *attended = room + at.attended, *between = room + at.rows;
+    float *heads = room + at.heads, *attended = room + at.attended, *between = room + at.between;
     const struct layer layer = {
         .query_token_stride = row_stride,
         .query_head_stride = head_size,

@@ -1,11 +1,12 @@
-// What Python calls, and the structs that it hands over. Each function says what it does where it is defined.
+// What Python calls, and the structs that it hands over. Each function says what it does where it is defined; those of
+// attention in bfloat16 are like the ones in float32.
 
 #ifndef KVCORE_KERNELS_H
 #define KVCORE_KERNELS_H
 
 #include <stdint.h>
 
-// The activations of packed_gated_mlp, by the numbers that Python gives them.
+// The activations of packed_gated_mlp.
 enum { SILU, GELU_TANH };
 
 // A step for one group. A part is a query that reads from a span.
@@ -33,7 +34,7 @@ struct layer {
 
 enum { QUERIES, KEYS, VALUES, KINDS };
 
-// A layer. Norms are of queries and keys, each head by itself.
+// What makes queries, keys and values. Norms are of queries and keys, each head by itself.
 struct qkv {
     const float *weights[KINDS];  // packed, [heads * head_size, steps]
     const float *biases[KINDS];   // [heads * head_size], or null
@@ -41,6 +42,23 @@ struct qkv {
     float epsilons[VALUES], offsets[VALUES];
     long heads[KINDS];
     long head_size, steps;
+};
+
+// A norm in a decoder layer.
+struct norm {
+    const float *weight;  // [size], or null: nothing is normed
+    float epsilon, offset;
+};
+
+// A decoder layer.
+struct decoder {
+    struct norm before_attention, behind_attention, before_mlp, behind_mlp;
+    struct qkv qkv;
+    const float *output, *output_bias;  // of attention: packed [size, heads * head_size]; [size], or null
+    const float *gate, *up, *down;      // packed, [inner, size] and [size, inner]
+    long inner;
+    int activation;
+    float scale, softcap;  // of attention, as in struct layer
 };
 
 long packed_size(long columns, long steps);
@@ -70,5 +88,12 @@ void store_float32(
 void attend_float32(
     const struct work *work, const struct layer *layer, const float *query, const float *cache, float *output,
     float *parts, float *maxima, float *totals, int threads);
+
+long decoder_room(const struct decoder *decoder, long rows, long parts);
+
+void decoder_layer(
+    const struct decoder *decoder, const struct work *const *works, long num_works, const float *x,
+    const float *cosines, const float *sines, float *cache, const int64_t *slots, float *y, long rows, long parts,
+    long block_size, float *room, int threads);
 
 #endif

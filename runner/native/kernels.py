@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from runner.native.build import NativeUnavailableError, compiled_kernels
-from runner.native.structs import AttendLayer, AttentionWork, DecoderLayer, QkvLayer
+from runner.native.structs import AttendLayer, AttentionWork, DecoderLayer, QkvLayer, pointer_to
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The element types that attention is compiled for."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Those of gated MLPs, by the numbers that ``mlp.c`` gives them."""
+"""Those of gated MLPs, by their numbers in ``kernels.h``."""
 
 _long, _int, _float, _pointer = ctypes.c_long, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 
@@ -120,7 +120,7 @@ class Kernels:
         num_heads = kv_cache.shape[3]
         layer = AttendLayer(
             query.stride(0), query.stride(1), kv_cache.shape[2], num_heads, num_query_heads // num_heads, head_size,
-            scale, softcap or 0.0, None if sinks is None else sinks.data_ptr(),
+            scale, softcap or 0.0, pointer_to(sinks),
         )  # fmt: skip
         num_rows = work.num_parts * num_query_heads
         room = self._room.address_of(num_rows * (head_size + 2))
@@ -147,7 +147,7 @@ class Kernels:
         rows = input.numel() // steps
         output = input.new_empty((*input.shape[:-1], columns))
         self._library.packed_product(
-            input.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr(),
+            input.data_ptr(), packed.data_ptr(), pointer_to(bias), output.data_ptr(),
             rows, columns, steps, self._room.address_of(rows * steps), torch.get_num_threads(),
         )  # fmt: skip
         return output
@@ -204,8 +204,8 @@ class Kernels:
         rows, steps = input.shape
         output = input.new_empty((rows, sum(layer.num_heads), layer.head_size))
         self._library.packed_qkv(
-            layer.address, input.data_ptr(), None if cosines is None else cosines.data_ptr(),
-            None if sines is None else sines.data_ptr(), output.data_ptr(), rows,
+            layer.address, input.data_ptr(), pointer_to(cosines),
+            pointer_to(sines), output.data_ptr(), rows,
             self._room.address_of(rows * steps), torch.get_num_threads(),
         )  # fmt: skip
         return output.split_with_sizes(layer.num_heads, 1)
@@ -222,22 +222,24 @@ class Kernels:
     ) -> torch.Tensor:
         """The output ``[T, K]`` of a decoder layer for an input ``[T, K]``, contiguous, in float32.
 
+        Keys and values of its tokens are put into the cache.
+
         Args:
             input: What goes in.
             layer: What computes.
             works: Of the step; together for all of its tokens.
-            kv_cache: As in :meth:`attend`, in float32.
-            slots: As in :meth:`store`.
+            kv_cache: As in :meth:`store`, in float32.
+            slots: As there.
             cosines: As in :meth:`qkv`.
             sines: As there.
         """
         output = torch.empty_like(input)
-        rows, num_parts = len(input), max(work.num_parts for work in works)
+        rows, num_parts = len(input), max((work.num_parts for work in works), default=0)
         addresses = (_pointer * len(works))(*(work.address for work in works))
         room = self._library.decoder_room(layer.address, rows, num_parts)
         self._library.decoder_layer(
-            layer.address, addresses, len(works), input.data_ptr(), None if cosines is None else cosines.data_ptr(),
-            None if sines is None else sines.data_ptr(), kv_cache.data_ptr(), slots.data_ptr(), output.data_ptr(), rows,
+            layer.address, addresses, len(works), input.data_ptr(), pointer_to(cosines),
+            pointer_to(sines), kv_cache.data_ptr(), slots.data_ptr(), output.data_ptr(), rows,
             num_parts, kv_cache.shape[2], self._room.address_of(room), torch.get_num_threads(),
         )  # fmt: skip
         return output

@@ -9,6 +9,7 @@ static long packed_columns(long columns) { return rounded_up(columns, 2 * LANES)
 // Floats of a packed weight [columns, steps].
 long packed_size(long columns, long steps) { return packed_columns(columns) * steps; }
 
+// Packs a weight [columns, steps]. Columns behind the last are zeros.
 void pack_weight(const float *weight, long columns, long steps, float *packed, int threads)
 {
 #pragma omp parallel for num_threads(threads)

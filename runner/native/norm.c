@@ -6,7 +6,7 @@
 // Values from which on a second thread is worth its waking.
 enum { FEW = 1 << 16 };
 
-// x and y [rows, size], weight [size].
+// x and y [rows, size], which may be the same; weight [size].
 void rms_norm(
     const float *x, const float *weight, float *y, long rows, long size, float epsilon, float offset, int threads)
 {

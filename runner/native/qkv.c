@@ -25,14 +25,18 @@ void packed_qkv(
     if (!rows) return;
     const struct cut how = cut_of(rows);
     const long size = layer->head_size;
-    const long normed_heads = layer->heads[QUERIES] + layer->heads[KEYS], all_heads = normed_heads + layer->heads[VALUES];
+    const long normed_heads = layer->heads[QUERIES] + layer->heads[KEYS];
+    const long all_heads = normed_heads + layer->heads[VALUES];
 #pragma omp parallel num_threads(threads)
     {
         lay_out(&how, x, layer->steps, room);
-        for (long kind = QUERIES, first = 0; kind < KINDS; first += layer->heads[kind++] * size)
+        float *first = y;
+        for (int kind = QUERIES; kind < KINDS; kind++) {
+            const long columns = layer->heads[kind] * size;
             multiply(
-                &how, room, layer->weights[kind], layer->biases[kind], layer->heads[kind] * size, layer->steps,
-                y + first, all_heads * size);
+                &how, room, layer->weights[kind], layer->biases[kind], columns, layer->steps, first, all_heads * size);
+            first += columns;
+        }
 #pragma omp barrier
 #pragma omp for
         for (long item = 0; item < rows * normed_heads; item++) {

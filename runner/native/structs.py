@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +25,17 @@ _WORK = (
 _LAYER = ("query_token_stride", "query_head_stride", "block_size", "heads", "group_size", "head_size")
 
 
+def pointer_to(tensor: torch.Tensor | None) -> int | None:
+    """Its address; None for none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 class _Work(ctypes.Structure):
     _fields_ = (("spans", _long), ("queries", _long), *((name, _pointer) for name in _WORK))
 
 
 class AttendLayer(ctypes.Structure):
-    """What is the same for all queries of a layer: ``struct layer`` of ``attention.c``."""
+    """What is the same for all queries of a layer: ``struct layer`` of ``kernels.h``."""
 
     _fields_ = (
         *((name, _long) for name in _LAYER),
@@ -40,7 +46,7 @@ class AttendLayer(ctypes.Structure):
 
 
 class AttentionWork:
-    """What the attention kernel reads for a step, and for which queries: ``struct work`` of ``attention.c``.
+    """What the attention kernel reads for a step, and for which queries: ``struct work`` of ``kernels.h``.
 
     Args:
         arrays: The struct's arrays, by the names that they have there.
@@ -52,6 +58,22 @@ class AttentionWork:
         self._struct = _Work(len(arrays["span_start"]), len(arrays["query_token"]), *addresses)
         self.address = ctypes.addressof(self._struct)
         self.num_parts = len(arrays["part_token"])
+
+
+class PlacedNorm(NamedTuple):
+    """An RMS norm, as :meth:`~runner.native.kernels.Kernels.rms_norm` computes it, and where its weight lies.
+
+    Args:
+        address: Of the weight.
+        epsilon: As there.
+        offset: As there.
+        size: Elements of the weight.
+    """
+
+    address: int
+    epsilon: float
+    offset: float
+    size: int
 
 
 class _Qkv(ctypes.Structure):
@@ -68,15 +90,14 @@ class _Qkv(ctypes.Structure):
 
 
 class QkvLayer:
-    """What makes queries, keys and values of a layer's input: ``struct qkv`` of ``qkv.c``.
+    """What makes queries, keys and values of a layer's input: ``struct qkv`` of ``kernels.h``.
 
-    It is read from wherever it lies then; whoever has this sees to it that it is still there.
+    Holds addresses only: whoever uses it makes sure that the weights are still there.
 
     Args:
         weights: Packed, of queries, keys and values.
         biases: Of each, contiguous, or None.
-        norms: Address of the weight, epsilon and offset, as in :meth:`~runner.native.kernels.Kernels.rms_norm`, of what
-            norms each query, and of what norms each key; empty: nothing does.
+        norms: Of each query and of each key; empty: there are none.
         num_heads: Of queries, keys and values.
         head_size: Elements of each head.
         size: Elements of an input row.
@@ -86,19 +107,18 @@ class QkvLayer:
         self,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
-        norms: Sequence[tuple[int, float, float]],
+        norms: Sequence[PlacedNorm],
         *,
         num_heads: Sequence[int],
         head_size: int,
         size: int,
     ) -> None:
-        addresses, epsilons, offsets = zip(*norms, strict=True) if norms else ((), (), ())  # what is left out is 0
         self._struct = _Qkv(
-            tuple(weight.data_ptr() for weight in weights),
-            tuple(None if bias is None else bias.data_ptr() for bias in biases),
-            addresses,
-            epsilons,
-            offsets,
+            tuple(map(pointer_to, weights)),
+            tuple(map(pointer_to, biases)),
+            tuple(norm.address for norm in norms),  # what is left out is 0
+            tuple(norm.epsilon for norm in norms),
+            tuple(norm.offset for norm in norms),
             tuple(num_heads),
             head_size,
             size,
@@ -129,18 +149,18 @@ class _Decoder(ctypes.Structure):
 
 
 class DecoderLayer:
-    """A decoder layer: ``struct decoder`` of ``decoder.c``. What it names is read as :class:`QkvLayer` says.
+    """A decoder layer: ``struct decoder`` of ``kernels.h``. Holds addresses only, as :class:`QkvLayer` does.
 
     Args:
         qkv: What attention begins with.
         output: Packed weight of the layer behind attention, and its bias, contiguous, or None.
         mlp: Packed weights: gate, up, down.
-        norms: As for :class:`QkvLayer`, before and behind attention, before and behind the MLP, by their names in C;
-            what is left out is not there.
+        norms: Before and behind attention, before and behind the MLP, by their names in C; what is left out is not
+            there.
         inner: Elements between up and down.
         activation: Number of the MLP's in C.
         scale: Factor on the scores.
-        softcap: Bound on the scores, if there is one.
+        softcap: Bound on the scores; None: there is none.
     """
 
     def __init__(
@@ -148,7 +168,7 @@ class DecoderLayer:
         qkv: QkvLayer,
         output: tuple[torch.Tensor, torch.Tensor | None],
         mlp: Sequence[torch.Tensor],
-        norms: Mapping[str, tuple[int, float, float]],
+        norms: Mapping[str, PlacedNorm],
         *,
         inner: int,
         activation: int,
@@ -158,13 +178,13 @@ class DecoderLayer:
         weight, bias = output
         gate, up, down = mlp
         self._struct = _Decoder(
-            **{name: _Norm(*norm) for name, norm in norms.items()},
+            **{name: _Norm(norm.address, norm.epsilon, norm.offset) for name, norm in norms.items()},
             qkv=qkv._struct,
-            output=weight.data_ptr(),
-            output_bias=None if bias is None else bias.data_ptr(),
-            gate=gate.data_ptr(),
-            up=up.data_ptr(),
-            down=down.data_ptr(),
+            output=pointer_to(weight),
+            output_bias=pointer_to(bias),
+            gate=pointer_to(gate),
+            up=pointer_to(up),
+            down=pointer_to(down),
             inner=inner,
             activation=activation,
             scale=scale,

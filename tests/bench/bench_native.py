@@ -1,4 +1,4 @@
-"""Measures what the native kernels save on a CPU: products with few rows, each way to compute them, layers, attention.
+"""Measures what the native kernels save on a CPU: products with few rows, decoder layers, attention.
 
 Weights and caches have the sizes of SmolLM2-135M's, each layer its own, so that they come from memory and not from a
 cache of the CPU. Prints Markdown tables; progress goes to the standard error.

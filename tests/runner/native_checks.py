@@ -1,4 +1,4 @@
-"""What the tests of native modules share: kernels for both widths of vectors, calls counted, tensors without memory."""
+"""What the tests of native modules share: kernels for both widths of vectors, models, and who calls what."""
 
 from __future__ import annotations
 
@@ -9,16 +9,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
+from runner import hf_attention
 from runner.native.build import NativeUnavailableError, compiled_kernels
 from runner.native.kernels import Kernels
+from tests.runner.small_models import small_model
 
 NARROW = "cc -mno-avx512f"
 """Compiles for vectors of 8 floats, as on CPUs without AVX-512, where the compiler knows of AVX-512 at all."""
 
 WIDTHS = {"": None, "narrow": NARROW}
 """Values of the environment variable CC: for the vectors of this CPU, and for narrow ones."""
+
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2-softcap", "gemma3-hybrid", "smollm3-no-rope"]
+"""Plain; with biases; norms of heads; bounded scores and norms behind; all these norms; a layer without rotation."""
+
+
+def paged_model(architecture: str, **sizes: int) -> PreTrainedModel:
+    """A small one as an engine takes it over, with biases and norms that are not what they begin with."""
+    with torch.inference_mode(False):
+        model = small_model(architecture, **sizes)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm.weight" in name:
+                nn.init.normal_(parameter)
+    hf_attention.register()
+    model.set_attn_implementation(hf_attention.ATTENTION_NAME)
+    return model
 
 
 def use_kernels(width: str, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

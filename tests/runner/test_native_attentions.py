@@ -21,19 +21,17 @@ from runner.attention import AttentionBackend
 from runner.attention.base import AttentionLayer
 from runner.batch import GroupBatch
 from runner.hf_attention import BoundLayer, PagedStep
-from runner.native_attentions import NORMS, OUTPUT, PROJECTIONS, use_native_attentions
+from runner.native.kernels import Kernels
+from runner.native_attentions import NORMS, PROJECTIONS, use_native_attentions
 from runner.native_modules import NativeModule, restore_modules
 from runner.native_norms import use_native_norms
-from runner.packed_linear import PackedLinear, pack_linear_layers, unpack_linear_layers
+from runner.packed_linear import pack_linear_layers, unpack_linear_layers
 from runner.packed_products import MOST_NATIVE_ROWS
-from tests.runner.native_checks import WIDTHS, counting, use_kernels
+from tests.runner.native_checks import ARCHITECTURES, WIDTHS, counting, paged_model, use_kernels
 from tests.runner.small_models import small_model
 
-SIZE, HEAD_SIZE = 40, 10  # neither a multiple of a vector's floats
+SIZE, HEAD_SIZE = 44, 10  # neither a multiple of a vector's floats, 8 or 16
 SIZES = {"hidden_size": SIZE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": HEAD_SIZE}
-
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2-softcap", "gemma3-hybrid", "smollm3-no-rope"]
-"""With none, biases, norms, a bound on scores, norms of another kind, and a layer that does not rotate."""
 
 
 @pytest.fixture(autouse=True, params=WIDTHS)
@@ -74,14 +72,7 @@ class NotingBackend(AttentionBackend):
 
 
 def model_of(architecture: str) -> PreTrainedModel:
-    with torch.inference_mode(False):
-        model = small_model(architecture, **SIZES)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "_norm.weight" in name:
-                nn.init.normal_(parameter)
-    hf_attention.register()
-    model.set_attn_implementation(hf_attention.ATTENTION_NAME)
-    return model
+    return paged_model(architecture, **SIZES)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -139,7 +130,7 @@ def some_attention(architecture: str = "llama") -> nn.Module:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("part", [*PROJECTIONS, *NORMS, OUTPUT])
+@pytest.mark.parametrize("part", [*PROJECTIONS, *NORMS, "o_proj"])
 @pytest.mark.parametrize("how", ["written to", "replaced", "another parameter"])
 def test_a_weight_that_is_written_to_or_replaced_counts_at_once(part: str, how: str) -> None:
     module, given = some_attention("qwen3"), arguments(3)
@@ -160,7 +151,7 @@ def test_a_weight_that_is_written_to_or_replaced_counts_at_once(part: str, how: 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("part", [*PROJECTIONS, *NORMS, OUTPUT])
+@pytest.mark.parametrize("part", [*PROJECTIONS, *NORMS, "o_proj"])
 @pytest.mark.parametrize("how", ["replaced", "deleted", "given a forward", "hooked", "hooked before"])
 def test_a_part_that_is_replaced_or_hooked_into_is_called(part: str, how: str) -> None:
     module, given, seen = some_attention("qwen3"), arguments(3), []
@@ -286,12 +277,12 @@ def test_a_module_that_computes_something_else_is_left_alone(attention_class: ty
 
 
 @pytest.mark.parametrize(
-    "case", ["not packed", "not paged", "norms not native", "nothing comes out", "hooked", "hooked behind attention"]
+    "case", ["not packed", "not paged", "norms not native", "nothing comes out", "hooked behind attention"]
 )
 def test_a_module_of_which_too_little_is_known_is_left_alone(case: str) -> None:
     model, heard = model_of("qwen3"), []
-    for module in attentions(model) if "hooked" in case else ():
-        (module.o_proj if "behind" in case else module).register_forward_pre_hook(lambda *_: heard.append(1))
+    for module in attentions(model) if case == "hooked behind attention" else ():
+        module.o_proj.register_forward_pre_hook(lambda *_: heard.append(1))
     if case == "nothing comes out":
         for module in attentions(model):
             nn.init.zeros_(module.k_proj.weight)
@@ -306,6 +297,67 @@ def test_a_module_of_which_too_little_is_known_is_left_alone(case: str) -> None:
 
 
 @torch.inference_mode()
+def test_hooks_do_not_hear_that_a_module_is_looked_at_and_do_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they change is not taken for the module's own doing."""
+    model, given, heard = model_of("llama"), arguments(3), []
+
+    def rotate_nothing(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        heard.append(1)
+        cosines, sines = given["position_embeddings"]
+        return args, {**given, "position_embeddings": (torch.ones_like(cosines), torch.zeros_like(sines))}
+
+    module = attentions(model)[0]
+    plain = call(module, given)
+    handle = module.register_forward_pre_hook(rotate_nothing, with_kwargs=True)
+    hooked = call(module, given)
+    heard.clear()
+    native(model)
+    assert not heard
+    with counting("qkv", monkeypatch) as calls:
+        check_same(call(module, given), hooked)
+        handle.remove()
+        check_same(call(module, given), plain)
+    assert len(calls) == 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("change", ["a name", "an array for a number", "a part", "a parameter"])
+def test_what_is_added_to_a_module_may_count(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = some_attention(), arguments(3)
+    expected = call(module, given)
+    if change == "a name":
+        module.steered_by = 3.0
+    elif change == "an array for a number":
+        module.scaling = torch.full((5,), module.scaling)
+    elif change == "a part":
+        module.steering = nn.Identity()
+    else:
+        module.steered_by = nn.Parameter(torch.ones(()))
+    with counting("qkv", monkeypatch) as calls:
+        found = call(module, given)
+    assert not calls
+    check_same(found[0], expected[0])
+
+
+def test_packed_weights_stay_while_the_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may let go of them meanwhile."""
+    model, given = native(model_of("llama")), arguments(3)
+    module, qkv, alive = attentions(model)[0], Kernels.qkv, []
+
+    def let_go(*args: Any) -> Any:
+        packed = [ref(getattr(module, name).packed) for name in PROJECTIONS]
+        unpack_linear_layers(model)
+        gc.collect()
+        alive.extend(reference() is not None for reference in packed)
+        return qkv(*args)
+
+    monkeypatch.setattr(Kernels, "qkv", let_go)
+    with torch.inference_mode():
+        call(module, given)
+    assert alive == [True] * 3
+
+
+@torch.inference_mode()
 def test_a_model_that_is_given_back_computes_by_itself_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     tokens = torch.arange(12)[None]
@@ -316,16 +368,6 @@ def test_a_model_that_is_given_back_computes_by_itself_at_once(monkeypatch: pyte
     with counting("qkv", monkeypatch) as calls:
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     assert not calls
-
-
-def test_packed_weights_go_with_the_layers_that_have_them() -> None:
-    """However many there are: no old ones are held while new ones are made."""
-    model = native(model_of("llama"))
-    packed = [ref(module.packed) for module in model.modules() if isinstance(module, PackedLinear)]
-    unpack_linear_layers(model)
-    gc.collect()
-    assert len(packed) > 4
-    assert not any(reference() for reference in packed)
 
 
 @torch.inference_mode()

@@ -111,6 +111,14 @@ def test_a_module_that_computes_something_else_is_left_alone() -> None:
     assert type(norm) is HalvingRMSNorm
 
 
+@torch.no_grad()
+def test_an_epsilon_that_changes_counts_at_once() -> None:
+    norm, rows = norm_of(LlamaRMSNorm), torch.randn(3, 40) / 10
+    use_native_norms(norm)
+    norm.variance_epsilon = 0.1
+    torch.testing.assert_close(norm(rows), copy.deepcopy(norm)(rows))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_weight_that_is_more_than_its_memory_is_not_read_as_such(when: str) -> None:
@@ -125,15 +133,24 @@ def test_a_weight_that_is_more_than_its_memory_is_not_read_as_such(when: str) ->
 
 
 @torch.no_grad()
-def test_a_norm_that_somebody_hooks_into_is_left_alone() -> None:
-    """Hooks would hear of random rows, and what they change would be taken for the norm's own doing."""
-    norm, heard = norm_of(LlamaRMSNorm), []
+def test_hooks_do_not_hear_that_a_norm_is_looked_at_and_do_what_they_do() -> None:
+    """What they change is not taken for the norm's own doing."""
+    norm, heard, rows = norm_of(LlamaRMSNorm), [], torch.randn(3, 40)
     nn.init.ones_(norm.weight)
+    expected = norm(rows)
     handle = norm.register_forward_hook(lambda module, given, output: heard.append(1) or 2 * output)
-    assert use_native_norms(norm) == 0
-    assert not heard
-    handle.remove()
     assert use_native_norms(norm) == 1
+    assert not heard
+    torch.testing.assert_close(norm(rows), 2 * expected)
+    handle.remove()
+    torch.testing.assert_close(norm(rows), expected)
+
+
+@torch.no_grad()
+def test_a_norm_with_a_forward_of_its_own_is_left_alone() -> None:
+    norm = norm_of(LlamaRMSNorm)
+    norm.forward = lambda rows: 2 * LlamaRMSNorm.forward(norm, rows)
+    assert use_native_norms(norm) == 0
 
 
 def test_copies_and_pickles_are_of_the_class_that_everyone_knows() -> None:
