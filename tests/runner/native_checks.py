@@ -18,12 +18,9 @@ from runner.native.build import NativeUnavailableError, compiled_kernels
 from runner.native.kernels import Kernels
 from tests.runner.small_models import small_model
 
-NARROW = "cc -mno-avx512f"
-"""Compiles for vectors of 8 floats, as on CPUs without AVX-512, where the compiler knows of AVX-512 at all."""
-
-WIDTHS = {"": None, "narrow": NARROW}
-"""Values of the environment variable CC: for the vectors of this CPU, and for narrow ones."""
-
+WIDTHS = {"": None, "narrow": "cc -mno-avx512f"}
+"""Values of the environment variable CC: for the vectors of this CPU, and for vectors of 8 floats, as on CPUs without
+AVX-512, where the compiler knows of AVX-512 at all."""
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2-softcap", "gemma3-hybrid", "smollm3-no-rope"]
 """Plain; with biases; norms of heads; bounded scores and norms behind; all these norms; a layer without rotation."""

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.attention import AttentionBackend, cohorts, pieces, spans
+from runner.attention import native_backend as backend_module
 from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
 from runner.errors import RunnerError
-from runner.native.build import NativeUnavailableError, compiled_kernels
-from runner.native.kernels import Kernels, native_kernels
-from tests.runner.native_checks import NARROW, WrappedTensor
+from runner.native.build import NativeUnavailableError
+from runner.native.kernels import native_kernels
+from tests.runner.native_checks import WrappedTensor, use_kernels
 from tests.runner.paged_reference import difference, random_step, spec_of
 
 
@@ -26,15 +27,9 @@ def skip_without_native_kernels() -> None:
         pytest.skip(f"no native kernels: {error}")
 
 
-def native_backend(monkeypatch: pytest.MonkeyPatch, compiler: str | None = None) -> NativeBackend:
-    """With kernels by that compiler; skips the test where there is none."""
-    if compiler is not None:
-        monkeypatch.setenv("CC", compiler)
-    try:
-        kernels = Kernels(compiled_kernels())
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native kernels: {error}")
-    monkeypatch.setattr("runner.attention.native_backend.native_kernels", lambda: kernels)
+def native_backend(monkeypatch: pytest.MonkeyPatch, width: str = "") -> NativeBackend:
+    """With kernels for that width of vectors; skips the test where there are none."""
+    use_kernels(width, monkeypatch, backend_module)
     return NativeBackend()
 
 
@@ -47,7 +42,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cohorts, "MIN_SHARED_TOKENS", 1)
         monkeypatch.setattr(spans, "MOST_PARTS", 10)
     if "native" in request.param:
-        return native_backend(monkeypatch, NARROW if "narrow" in request.param else None)
+        return native_backend(monkeypatch, "narrow" if "narrow" in request.param else "")
     return TorchBackend()
 
 

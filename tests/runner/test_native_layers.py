@@ -28,7 +28,7 @@ from runner import (
     native_norms,
     packed_products,
 )
-from runner.attention import AttentionBackend, spans
+from runner.attention import AttentionBackend, native_backend, spans
 from runner.attention.native_backend import NativeBackend
 from runner.attention.torch_backend import TorchBackend
 from runner.errors import RunnerError
@@ -67,9 +67,8 @@ PARTS += ["self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj", "mlp.act_fn"]
 
 @pytest.fixture(autouse=True, params=WIDTHS)
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = (native_layers, native_attentions, native_mlps, native_norms, packed_products)
+    modules = (native_layers, native_attentions, native_mlps, native_norms, packed_products, native_backend)
     use_kernels(request.param, monkeypatch, *modules)
-    monkeypatch.setattr("runner.attention.native_backend.native_kernels", native_layers.native_kernels)
 
 
 def model_of(architecture: str) -> PreTrainedModel:
