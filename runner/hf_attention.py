@@ -137,12 +137,13 @@ class PagedStep:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How a layer called attention when it was probed. Sizes as in :mod:`runner.attention.base`."""
+    """How a module called attention when it was probed: what :class:`AttentionStep` gets, but for features of None."""
 
     module: nn.Module
-    query_shape: torch.Size
-    key_shape: torch.Size
-    value_shape: torch.Size
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
     features: Mapping[str, Any]
 
     @property
@@ -153,8 +154,14 @@ class AttentionCall:
 
 @dataclass
 class AttentionProbe:
-    """Takes note of every call instead of computing anything."""
+    """Takes note of every call instead of computing anything.
 
+    Args:
+        output: What it answers, ``[T, Hq, D]``; None: zeros.
+        calls: One after the other.
+    """
+
+    output: torch.Tensor | None = None
     calls: list[AttentionCall] = field(default_factory=list)
 
     def attend(
@@ -166,10 +173,10 @@ class AttentionProbe:
         scale: float,
         features: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Zeros, of the shape the layer expects."""
+        """As :class:`AttentionStep` says."""
         given = {name: value for name, value in features.items() if value is not None}
-        self.calls.append(AttentionCall(module, query.shape, key.shape, value.shape, given))
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
+        self.calls.append(AttentionCall(module, query, key, value, scale, given))
+        return query.new_zeros(*query.shape[:2], value.shape[-1]) if self.output is None else self.output
 
 
 @torch.inference_mode()

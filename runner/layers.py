@@ -123,19 +123,19 @@ def _checked(call: AttentionCall, specs: Mapping[str, KVCacheSpec]) -> Attention
             f" cache of its own (only {', '.join(specs)})"
         )
     where = f"{name} ({kind})"
-    if call.key_shape[0] != call.query_shape[0]:
+    if call.key.shape[0] != call.query.shape[0]:
         raise UnsupportedModelError(
-            f"{where} has {call.query_shape[0]} queries and {call.key_shape[0]} keys: cross attention, which the runner"
+            f"{where} has {call.query.shape[0]} queries and {call.key.shape[0]} keys: cross attention, which the runner"
             " has no place for"
         )
-    if call.key_shape != call.value_shape or call.query_shape[-1] != call.key_shape[-1]:
+    if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModelError(
-            f"{where} has keys {list(call.key_shape[1:])} and values {list(call.value_shape[1:])} (heads, head size) "
+            f"{where} has keys {list(call.key.shape[1:])} and values {list(call.value.shape[1:])} (heads, head size) "
             "per token; they must be of one shape"
         )
-    if call.key_shape[1:] != (spec.num_kv_heads, spec.head_size):
+    if call.key.shape[1:] != (spec.num_kv_heads, spec.head_size):
         raise UnsupportedModelError(
-            f"{where} has keys of {call.key_shape[1]} heads x {call.key_shape[2]}, its config says {spec.num_kv_heads} "
+            f"{where} has keys of {call.key.shape[1]} heads x {call.key.shape[2]}, its config says {spec.num_kv_heads} "
             f"x {spec.head_size}"
         )
     features = dict(call.features)
@@ -151,7 +151,7 @@ def _checked(call: AttentionCall, specs: Mapping[str, KVCacheSpec]) -> Attention
         raise UnsupportedModelError(
             f"{where} asks attention for {', '.join(sorted(unknown))}, which the runner does not know how to honour"
         )
-    return AttentionLayer(name, spec, call.query_shape[1], softcap=softcap, has_sinks=sinks is not None)
+    return AttentionLayer(name, spec, call.query.shape[1], softcap=softcap, has_sinks=sinks is not None)
 
 
 def _mixer_name(model: PreTrainedModel, layer_name: str) -> str:

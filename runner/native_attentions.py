@@ -136,22 +136,22 @@ def _recognized(module: nn.Module) -> Attention | None:
     qkv = None if parts is None else _qkv_layer(parts, getattr(module, "head_dim", None))
     if parts is None or qkv is None:
         return None
-    rows, given, recorder = random_call(qkv)
+    rows, given, probe = random_call(qkv)
     try:
         output, weights = type(module).forward(module, hidden_states=rows, **given)
-        expected = module.o_proj(recorder.output.flatten(1)[None])
+        expected = module.o_proj(probe.output.flatten(1)[None])
     except Exception:  # whatever it is: who calls the module in earnest will hear of it
         return None
-    if len(recorder.calls) != 1 or weights is not None or not rows_agree(output, expected):
+    if len(probe.calls) != 1 or weights is not None or not rows_agree(output, expected):
         return None
-    (call,) = recorder.calls
-    if call.features["s_aux"] is not None:  # a tensor, which may be replaced
+    (call,) = probe.calls
+    if "s_aux" in call.features:  # a tensor, which may be replaced
         return None
     for angles in (given["position_embeddings"], ()):
         found = native_kernels().qkv(rows[0], qkv, *angles)
-        if all(map(rows_agree, found, call.heads)):
+        if all(map(rows_agree, found, (call.query, call.key, call.value))):
             weights = [module._modules[name].weight.detach() for name in NORMS if name in children]
-            return Attention(parts, weights, qkv, bool(angles), call.scale, call.features)
+            return Attention(parts, weights, qkv, bool(angles), call.scale, {"softcap": call.features.get("softcap")})
     return None
 
 

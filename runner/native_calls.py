@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from runner.hf_attention import PagedStep
+from runner.hf_attention import AttentionProbe, PagedStep
 from runner.native.kernels import is_plain
 from runner.native.structs import QkvLayer
 from runner.native_modules import FLOAT32, NUM_ROWS, random_rows
@@ -68,66 +66,23 @@ def _is_asked_for(name: str, value: object) -> bool:
     return value is not None and not (value is False and name.startswith("output_"))
 
 
-class RecordedCall(NamedTuple):
-    """What a module handed to attention; sizes as in :class:`~runner.hf_attention.AttentionStep`.
-
-    Args:
-        heads: Queries, keys and values.
-        scale: Factor on the scores.
-        features: Those of the other keyword arguments that attention in a step looks at.
-    """
-
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    scale: float
-    features: Mapping[str, Any]
-
-
-class Recorder:
-    """A step that takes note of what modules hand to attention, and has its answer ready.
-
-    Args:
-        output: That answer, ``[T, Hq, D]``.
-
-    Attributes:
-        calls: One after the other.
-    """
-
-    def __init__(self, output: torch.Tensor) -> None:
-        self.output = output
-        self.calls: list[RecordedCall] = []
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        features: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """As :class:`~runner.hf_attention.AttentionStep` says."""
-        looked_at = {name: features.get(name) for name in ("softcap", "s_aux")}
-        self.calls.append(RecordedCall((query, key, value), scale, looked_at))
-        return self.output
-
-
-def random_call(qkv: QkvLayer) -> tuple[torch.Tensor, dict[str, Any], Recorder]:
+def random_call(qkv: QkvLayer) -> tuple[torch.Tensor, dict[str, Any], AttentionProbe]:
     """A call of a module with random rows.
 
     Args:
         qkv: What the module's attention begins with.
 
     Returns:
-        The rows, ``[1, NUM_ROWS, K]``, the call's other arguments, and the recorder that is their ``paged_step``.
+        The rows, ``[1, NUM_ROWS, K]``, the call's other arguments, and the probe that is their ``paged_step``.
     """
     generator = torch.Generator().manual_seed(1)
     cosines, sines = torch.randn(2, 1, NUM_ROWS, qkv.head_size, generator=generator, **FLOAT32)
-    recorder = Recorder(torch.randn(NUM_ROWS, qkv.num_heads[0], qkv.head_size, generator=generator, **FLOAT32))
+    probe = AttentionProbe(torch.randn(NUM_ROWS, qkv.num_heads[0], qkv.head_size, generator=generator, **FLOAT32))
     given = {
         "position_embeddings": (cosines, sines),
         "attention_mask": None,
         "position_ids": 8 ** torch.arange(NUM_ROWS, device="cpu")[None],  # far ones too: some models scale by them
         "use_cache": False,
-        "paged_step": recorder,
+        "paged_step": probe,
     }
-    return random_rows(qkv.size)[None], given, recorder
+    return random_rows(qkv.size)[None], given, probe

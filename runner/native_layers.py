@@ -166,7 +166,7 @@ def _recognized(module: nn.Module) -> Layer | None:
 
 def _is_made_of(module: nn.Module, parts: LayerParts, layout: Mapping[str, str]) -> bool:
     """Whether a layer's output is what its parts make, one behind the other."""
-    rows, given, recorder = random_call(parts.attention.qkv)
+    rows, given, probe = random_call(parts.attention.qkv)
 
     def normed(place: str, rows: torch.Tensor) -> torch.Tensor:
         return getattr(module, layout[place])(rows) if place in layout else rows
@@ -178,13 +178,16 @@ def _is_made_of(module: nn.Module, parts: LayerParts, layout: Mapping[str, str])
         expected = between + normed("behind_mlp", module.mlp(normed("before_mlp", between)))
     except Exception:  # whatever it is: who calls the module in earnest will hear of it
         return False
-    if not isinstance(found, torch.Tensor) or not rows_agree(found, expected) or len(recorder.calls) != 2:
+    if not isinstance(found, torch.Tensor) or not rows_agree(found, expected) or len(probe.calls) != 2:
         return False
-    by_layer, by_parts = recorder.calls
+    by_layer, by_parts = probe.calls
     return (
-        all(map(rows_agree, by_layer.heads, by_parts.heads))
+        rows_agree(by_layer.query, by_parts.query)
+        and rows_agree(by_layer.key, by_parts.key)
+        and rows_agree(by_layer.value, by_parts.value)
         and by_layer.scale == by_parts.scale
-        and by_layer.features == by_parts.features
+        and by_layer.features.get("softcap") == by_parts.features.get("softcap")
+        and "s_aux" not in by_layer.features
     )
 
 

@@ -20,7 +20,6 @@ from runner.native.kernels import native_kernels
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What random rows are made of, whatever torch's defaults are."""
 
-
 NUM_ROWS = 8
 """Random rows that tell what a module computes."""
 
