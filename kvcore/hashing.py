@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cbor2
 import xxhash
@@ -173,9 +173,20 @@ class BlockHasher:
         hashes = []
         for index in range(start, stop):
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            parent = self._digest(self._serialize((parent, tokens, extra_keys.get(index))))
+            parent = self._digest(self._serialize((parent, tokens, _apart(extra_keys.get(index)))))
             hashes.append(parent)
         return hashes
+
+
+def _apart(extra_keys: BlockExtraKeys | None) -> BlockExtraKeys | None:
+    """The keys, with no string in them twice: pickle writes a string that it has written already as a reference, if it
+    is the same object and not only equal to it, and the hash would depend on how the caller came by it."""
+    if extra_keys is None:
+        return None
+    apart = [
+        (tag, *(part[:1] + part[1:] if isinstance(part, str) else part for part in parts)) for tag, *parts in extra_keys
+    ]
+    return cast(BlockExtraKeys, tuple(apart))
 
 
 def pack_tokens(token_ids: int | Iterable[int]) -> array[int]:

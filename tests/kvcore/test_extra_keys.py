@@ -163,3 +163,16 @@ def test_an_image_changes_its_block_and_all_after_it_and_none_before(algorithm: 
     )
     assert plain[0] == cat[0] == dog[0]
     assert len({*plain[1:], *cat[1:], *dog[1:]}) == 9
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_does_not_matter_whether_equal_names_are_one_object(algorithm: str) -> None:
+    hasher = BlockHasher(4, algorithm, seed=0)
+    name = "name"
+    same, other = name, name[:2] + name[2:]
+    assert other is not name
+    hashes = [
+        Request("r", range(4), block_hasher=hasher, cache_salt=salt, lora=LoRAAdapter(name, same)).block_hashes
+        for salt in (same, other)
+    ]
+    assert hashes[0] == hashes[1]
