@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcore.block_runs import to_runs
 from kvcore.errors import ConfigError
+from kvcore.id_runs import to_runs
 from kvcore.snapshot import BlockSnapshot, Snapshot
 
 if TYPE_CHECKING:

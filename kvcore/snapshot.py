@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvcore.block_runs import from_runs, to_runs
 from kvcore.errors import FileFormatError
+from kvcore.id_runs import from_runs, to_runs
 
 FORMAT = 1
 """Written into every snapshot; a reader refuses what it does not know."""

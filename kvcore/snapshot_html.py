@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from kvcore.block_runs import to_runs
 from kvcore.errors import ConfigError
+from kvcore.id_runs import to_runs
 from kvcore.snapshot import Snapshot
 
 _SCRIPTS = ("decode.js", "pool.js", "lists.js", "main.js")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCacheManager, Request
-from kvcore.block_runs import from_runs, to_runs
 from kvcore.errors import FileFormatError
+from kvcore.id_runs import from_runs, to_runs
 from kvcore.snapshot import BlockSnapshot, SharedPrefix, Snapshot, load_snapshots, save_snapshots
 from kvcore.testing import admit, free_block_ids, make_manager, make_request
 from tests.kvcore.oracle import specs_of
