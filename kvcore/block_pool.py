@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import compress, groupby, repeat
 from typing import Any, cast
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.block_run import BlockRun, blocks_of, clear_notes, joined, unit_of, units_of
+from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock, Unit
 from kvcore.errors import (
     ConfigError,
     CountError,
@@ -23,7 +24,11 @@ from kvcore.eviction import LRU, PolicyChoice, free_block_queue, make_policy
 from kvcore.extra_keys import untagged
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
+from kvcore.run_queue import RunQueue
 from kvcore.spec import require_positive
+
+MAX_LOOSE_BLOCKS = 3
+"""So many blocks of one call, at most, stay by themselves: a run of them would cost more than it saves."""
 
 
 class BlockPool:
@@ -70,7 +75,13 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self._null_blocks: tuple[KVCacheBlock, ...] = ()
-        self.policy = make_policy(eviction_policy, self.blocks[1:])
+        self.policy = make_policy(eviction_policy)
+        # Only LRU takes runs as they are; to the others, a pool speaks of blocks.
+        self._run_queue: RunQueue | None = None
+        if type(self.policy) is LRU:
+            self._run_queue = self.policy.serve_runs(BlockRun(self.blocks[:0:-1]))  # overwritten from its end
+        else:
+            self.policy.release(self.blocks[1:], ())
         self.free_block_queue = free_block_queue(self.policy)
         self._leaves_dead = isinstance(self.policy, LRU)
         self.prefix_index = PrefixIndex()
@@ -112,15 +123,51 @@ class BlockPool:
                 f"{num_blocks} blocks asked for, {self.get_num_free_blocks()} are free: "
                 "check get_num_free_blocks() first, and preempt a request if they are needed"
             )
-        return self.hand_out(num_blocks)
+        return self.hand_out([num_blocks])[0]
 
-    def hand_out(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As :meth:`get_new_blocks`, without its checks: for the coordinator, which knows that they are free."""
-        blocks = self.policy.take(num_blocks)
-        self._unregister(blocks)
-        for block in blocks:
-            block.ref_cnt = 1
-        return blocks
+    def hand_out(self, counts: Sequence[int]) -> list[list[KVCacheBlock]]:
+        """As :meth:`get_new_blocks` for each of some block tables, without its checks: for the coordinator, which knows
+        that so many are free. The same blocks in the same order as one call for each."""
+        if len(counts) == 1 and counts[0] == 1 and self._run_queue is not None:
+            # One more block in decoding: a third of the time.
+            block, prefix_hash, group_id = self._run_queue.take_one()
+            if prefix_hash is not None:
+                self._leave_index([block], [prefix_hash], group_id)
+            block.run = None
+            block.num_holders = 1
+            return [[block]]
+        taken = self._take(sum(counts))
+        groups = []
+        start = 0
+        for count in counts:
+            blocks = taken[start : start + count] if len(counts) > 1 else taken
+            if count > MAX_LOOSE_BLOCKS:
+                BlockRun([*blocks], 1)
+            else:
+                for block in blocks:
+                    block.run = None
+                    block.num_holders = 1
+            groups.append(blocks)
+            start += count
+        return groups
+
+    def _take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """The policy's next victims, out of the index."""
+        if self._run_queue is not None:
+            taken = []
+            for blocks, hashes, group_id in self._run_queue.take(num_blocks):
+                if hashes is not None:
+                    self._leave_index(blocks, hashes, group_id)
+                taken += blocks
+            return taken
+        taken = self.policy.take(num_blocks)
+        # Out of their runs, which others are still in. The end of a prefix comes first, as a rule.
+        for unit in reversed(units_of(taken[::-1])):
+            if unit.is_hashed:
+                blocks = blocks_of(unit)[::-1]
+                self._leave_index(blocks, [cast(bytes, block.prefix_hash) for block in blocks], unit.group)
+                clear_notes(unit)
+        return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes one more reference to each block, out of the free queue if need be. Null blocks are passed over. O(n).
@@ -131,21 +178,23 @@ class BlockPool:
         blocks = [block for block in blocks if block is not self.null_block]
         for block in blocks:
             self.require_own(block)
-        free = dict.fromkeys(block for block in blocks if not block.ref_cnt)  # each once, however often it is touched
-        self.policy.reuse([*free])
-        for block in blocks:
-            block.ref_cnt += 1
+        self._hold(_units_with_repeats(blocks))
 
-    def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def hold(self, blocks: list[KVCacheBlock]) -> None:
         """As :meth:`touch`, without its checks: for the managers, which take what they looked up. No block twice, no
         null blocks."""
-        free = []
-        for block in blocks:
-            if block.ref_cnt:
-                block.ref_cnt += 1
-            else:
-                block.ref_cnt = 1
-                free.append(block)
+        self._hold(units_of(blocks))
+
+    def _hold(self, units: list[Unit]) -> None:
+        queue = self._run_queue
+        free: list[KVCacheBlock] = []
+        for unit in units:
+            if not unit.num_holders:
+                if queue is None:
+                    free += blocks_of(unit)
+                else:
+                    queue.unlink(unit)
+            unit.num_holders += 1
         if free:
             self.policy.reuse(free)
 
@@ -166,29 +215,51 @@ class BlockPool:
                     f"block {block.block_id} is held {block.ref_cnt} times and cannot be freed {times} times: "
                     "free each block once for every get_new_blocks or touch"
                 )
-        self.release(blocks)
+        self._release(_units_with_repeats(blocks[::-1]))
 
-    def release(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """As :meth:`free_blocks`, without its checks: for the managers, which free what they hold. No null blocks."""
+    def give_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Gives back one reference to each block, the last block first (rule 4), without the checks of
+        :meth:`free_blocks`: for the managers, which free what they hold.
+
+        Args:
+            blocks: A part of what somebody holds, in its order, nothing left out; no null blocks.
+        """
+        if len(blocks) == 1 and self._run_queue is not None:
+            # What a window leaves in decoding: half the time.
+            unit = unit_of(blocks[0])
+            unit.num_holders -= 1
+            if not unit.num_holders:
+                if unit.is_hashed:
+                    self._run_queue.put_last((unit,))
+                else:
+                    self._run_queue.put_first((unit,))
+            return
+        self._release(units_of(blocks, as_held=True))
+
+    def give_back_some(self, blocks: list[KVCacheBlock], *, spent: bool) -> None:
+        """As :meth:`give_back`, for blocks between which others stay; ``spent``: they are to be overwritten before all
+        others, though they can be hit."""
+        self._release(units_of(blocks), spent=spent)
+
+    def _release(self, units: list[Unit], *, spent: bool = False) -> None:
         unhashed = []
         hashed = []
-        for block in ordered_blocks:
-            block.ref_cnt = held = block.ref_cnt - 1
+        for unit in reversed(units):
+            unit.num_holders = held = unit.num_holders - 1
             if not held:
-                if block.prefix_hash is None:
-                    unhashed.append(block)
+                if unit.is_hashed and not spent:
+                    hashed.append(unit)
                 else:
-                    hashed.append(block)
-        self.policy.release(unhashed, hashed)
-
-    def release_spent(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """As :meth:`release`, for blocks that are to be overwritten before all others, though they can be hit."""
-        freed = []
-        for block in ordered_blocks:
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                freed.append(block)
-        self.policy.release(freed, ())
+                    unhashed.append(unit)
+        if len(hashed) > 1:
+            hashed = joined(hashed[::-1])[::-1]
+        if self._run_queue is None:
+            self.policy.release(_in_eviction_order(unhashed), _in_eviction_order(hashed))
+            return
+        if unhashed:
+            self._run_queue.put_first(unhashed)
+        if hashed:
+            self._run_queue.put_last(hashed)
 
     def require_own(self, block: KVCacheBlock) -> None:
         """Makes sure that a block is of this pool. O(1).
@@ -218,7 +289,7 @@ class BlockPool:
         kv_cache_group_id: int,
         block_mask: Sequence[bool] | None = None,
     ) -> None:
-        """Registers ``blocks[num_cached_blocks:num_full_blocks]`` of a request. O(blocks registered).
+        """Registers ``blocks[num_cached_blocks:num_full_blocks]`` of a request. O(blocks).
 
         Args:
             request: Whose blocks they are.
@@ -244,16 +315,14 @@ class BlockPool:
             self.require_own(block)
             if block.prefix_hash is not None:
                 raise DuplicateBlockError(f"{block!r} is registered already: count it among num_cached_blocks")
-        mask = block_mask or repeat(True, num_full_blocks - num_cached_blocks)
-        new_blocks = blocks[num_cached_blocks:num_full_blocks]
-        mask = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
-        if mask:
-            self.register(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, mask)
+        if num_full_blocks > num_cached_blocks:
+            mask = block_mask or [True] * (num_full_blocks - num_cached_blocks)
+            self.register(request, [*blocks], num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, mask)
 
     def register(
         self,
         request: RequestLike,
-        blocks: Sequence[KVCacheBlock],
+        blocks: list[KVCacheBlock],
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
@@ -262,20 +331,26 @@ class BlockPool:
     ) -> None:
         """As :meth:`cache_full_blocks`, without its checks: for the managers, which know.
 
-        At least one block; null blocks only at the start, or masked out.
+        At least one block; without a mask, null blocks only at the start.
         """
         scale = block_size // self.hash_block_size
-        indices = range(num_cached_blocks * scale + scale - 1, num_full_blocks * scale, scale)
+        positions: Sequence[int] = range(num_cached_blocks, num_full_blocks)
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
-        usable = None
         if block_mask is not None or new_blocks[0].is_null:
             mask = block_mask or repeat(True, len(new_blocks))
             usable = [use and not block.is_null for block, use in zip(new_blocks, mask, strict=True)]
-        stored = self.prefix_index.add_n(request, new_blocks, indices, kv_cache_group_id, usable)
+            new_blocks = [*compress(new_blocks, usable)]
+            positions = [*compress(positions, usable)]
+        stored: Sequence[int] = ()
+        if len(new_blocks) == 1:
+            if self.prefix_index.add(request, blocks, positions[0], scale, kv_cache_group_id):
+                stored = positions
+        elif new_blocks:
+            stored = self.prefix_index.add_n(request, new_blocks, positions, scale, kv_cache_group_id)
         if self.enable_kv_cache_events:
-            blocks_range = range(num_cached_blocks, num_full_blocks)
+            registered = range(num_cached_blocks, num_full_blocks)
             self._events.append(
-                _stored_event(cast(EventRequest, request), stored, blocks_range, scale, block_size, kv_cache_group_id)
+                _stored_event(cast(EventRequest, request), stored, registered, scale, block_size, kv_cache_group_id)
             )
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -289,9 +364,13 @@ class BlockPool:
             if not isinstance(block_id, int) or not 0 <= block_id < len(self.blocks):
                 raise ForeignBlockError(f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {block_id!r}")
         blocks = [self.blocks[block_id] for block_id in dict.fromkeys(ids)]
-        dead = [block for block in blocks if not block.ref_cnt and block.prefix_hash is not None]
-        self._unregister(blocks)
-        self._bury(dead)
+        blocks = [block for block in blocks if block.prefix_hash is not None]
+        for group_id, of_group in groupby(blocks, lambda block: block.group_id):
+            some = [*of_group]
+            self._leave_index(some, [cast(bytes, block.prefix_hash) for block in some], group_id)
+        for unit in units_of(sorted(blocks, key=_place_in_run)):
+            clear_notes(unit)
+        self._bury([block for block in blocks if not block.ref_cnt])
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block, if no block is held; else changes nothing and answers False. O(cached blocks)."""
@@ -316,12 +395,11 @@ class BlockPool:
             self.policy.reuse(dead)
             self.policy.release(dead, ())
 
-    def _unregister(self, blocks: list[KVCacheBlock]) -> None:
+    def _leave_index(self, blocks: list[KVCacheBlock], hashes: list[bytes], group_id: int) -> None:
+        """Takes blocks of a group out of the index."""
         if self.enable_kv_cache_events:
-            for block in dict.fromkeys(blocks):
-                if block.prefix_hash is not None:
-                    self._events.append(BlockRemoved([block.prefix_hash], group_idx=block.group_id))
-        self.prefix_index.remove_n(blocks)
+            self._events += [BlockRemoved([prefix_hash], group_idx=group_id) for prefix_hash in hashes]
+        self.prefix_index.remove_n(blocks, hashes, group_id)
 
     # -- checking -------------------------------------------------------------------------------------------------
 
@@ -335,7 +413,13 @@ class BlockPool:
             InvariantError: The first disagreement found.
         """
         null = self.null_block
-        if not null.is_null or null.ref_cnt or null.prefix_hash is not None or null.next_free_block is not None:
+        if (
+            not null.is_null
+            or null.run is not None
+            or null.ref_cnt
+            or null.is_hashed
+            or null.next_free_block is not None
+        ):
             raise InvariantError(f"the null block is held, registered or queued: {null!r}")
         queued = self._check_queue()
         for block in self.blocks[1:]:
@@ -348,12 +432,13 @@ class BlockPool:
                 )
             if holders is not None and block.ref_cnt != holders.get(block.block_id, 0):
                 raise InvariantError(f"{block!r} is held by {holders.get(block.block_id, 0)} block tables")
+            _check_unit(block)
         self.prefix_index.check_invariants(self.blocks)
 
     def _check_queue(self) -> set[int]:
         queued: set[int] = set()
-        linked = isinstance(self.free_block_queue, FreeKVCacheBlockQueue)
-        before = None
+        before: KVCacheBlock | None = None
+        linked = self._run_queue is None and isinstance(self.free_block_queue, FreeKVCacheBlockQueue)
         for block in self.free_block_queue:
             if block.block_id in queued or (linked and before is not None and block.prev_free_block is not before):
                 raise InvariantError(f"the free queue is linked wrongly at {block!r}")
@@ -361,7 +446,28 @@ class BlockPool:
             before = block
         if len(queued) != self.free_block_queue.num_free_blocks:
             raise InvariantError(f"the free queue holds {len(queued)} blocks and counts {len(self.free_block_queue)}")
+        for unit in () if self._run_queue is None else self._run_queue.units():
+            if unit.prev_free_block is None or unit.prev_free_block.next_free_block is not unit or not blocks_of(unit):
+                raise InvariantError(f"the free queue is linked wrongly at {unit!r}")
         return queued
+
+
+def _check_unit(block: KVCacheBlock) -> None:
+    """Compares a block with its run, or with itself."""
+    run = block.run
+    if run is None:
+        if block.is_hashed != (block.own_hash is not None):
+            raise InvariantError(f"{block!r} has a hash and no place in the index, or a place and no hash")
+        return
+    if not run.start <= block.offset < len(run.blocks) or run.blocks[block.offset] is not block:
+        raise InvariantError(f"{block!r} is not in its run: {run!r}")
+    if run.is_hashed != (run.hashes is not None):
+        raise InvariantError(f"{run!r} has hashes and no place in the index, or a place and no hashes")
+    for notes in (run.hashes, run.spans):
+        if notes is not None and len(notes) != len(run.blocks):
+            raise InvariantError(f"{run!r} has {len(notes)} hashes or contents for {len(run.blocks)} blocks")
+    if block.is_hashed or block.own_hash is not None or block.own_span is not None:
+        raise InvariantError(f"{block!r} keeps a hash or contents beside those of its run")
 
 
 def _make_blocks(count: int) -> list[KVCacheBlock]:
@@ -379,19 +485,33 @@ def _make_blocks(count: int) -> list[KVCacheBlock]:
             gc.enable()
 
 
+def _units_with_repeats(blocks: list[KVCacheBlock]) -> list[Unit]:
+    """As :func:`units_of`, for blocks that may come more than once: their units then do."""
+    return units_of(blocks) if len({*blocks}) == len(blocks) else [unit_of(block) for block in blocks]
+
+
+def _place_in_run(block: KVCacheBlock) -> tuple[int, int]:
+    return id(block.run), block.offset
+
+
+def _in_eviction_order(units: list[Unit]) -> list[KVCacheBlock]:
+    """The blocks of units that come back, each run from its end."""
+    return [block for unit in units for block in reversed(blocks_of(unit))]
+
+
 def _stored_event(
     request: EventRequest, stored: Sequence[int], blocks: range, scale: int, block_size: int, group_id: int
 ) -> BlockStored:
-    """The event for those of a group's ``blocks`` that end with the hashes ``stored``."""
+    """The event for those of a group's ``blocks`` that are in the index now, ``stored``."""
     extra_keys = request.extra_keys
     keys = extra_keys.of_blocks(blocks.start, blocks.stop, block_size)
     hashes = request.block_hashes
     return BlockStored(
-        block_hashes=[hashes[i] for i in stored],
+        block_hashes=[hashes[(i + 1) * scale - 1] for i in stored],
         parent_block_hash=hashes[blocks.start * scale - 1] if blocks.start else None,
         token_ids=list(request.token_ids[blocks.start * block_size : blocks.stop * block_size]),
         block_size=block_size,
         lora_name=extra_keys.lora.name if extra_keys.lora else None,
-        extra_keys=[untagged(keys[i // scale]) if i // scale in keys else None for i in stored] or None,
+        extra_keys=[untagged(keys[i]) if i in keys else None for i in stored] or None,
         group_idx=group_id,
     )

@@ -156,19 +156,11 @@ class KVCacheCoordinator(ABC):
     def append_new_blocks(self, request_id: RequestId, num_new_blocks: Sequence[int]) -> GroupBlocks:
         """Grows the tables by so many blocks in each group; the new blocks for each group. O(groups + new blocks).
 
-        Taken from the pool in one call: the same blocks, in the same order, as in one call a group. That so many are
-        free is for the caller to see to.
+        That so many are free is for the caller to see to.
         """
-        blocks = self.block_pool.hand_out(sum(num_new_blocks))
-        if len(self.single_type_managers) == 1:
-            self.single_type_managers[0].append_blocks(request_id, blocks)
-            return (blocks,)  # not dealt out and copied: that took a third of this call
-        groups = []
-        start = 0
-        for manager, count in zip(self.single_type_managers, num_new_blocks, strict=True):
-            groups.append(blocks[start : start + count])
-            manager.append_blocks(request_id, groups[-1])
-            start += count
+        groups = self.block_pool.hand_out(num_new_blocks)
+        for manager, blocks in zip(self.single_type_managers, groups, strict=True):
+            manager.append_blocks(request_id, blocks)
         return tuple(groups)
 
     def cache_blocks(self, request: RequestLike, num_tokens: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, repeat
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-from kvcore.blocks import KVCacheBlock
-from kvcore.contents import TokenSpan
+from kvcore.block_run import clear_notes, note, num_blocks, unit_of, units_of
+from kvcore.blocks import KVCacheBlock, Unit
+from kvcore.contents import PrefixContents, TokenSpan
 from kvcore.errors import InvariantError
 from kvcore.request import RequestLike
+
+_T = TypeVar("_T")
 
 
 class PrefixIndex:
@@ -36,89 +39,118 @@ class PrefixIndex:
         """The block registered first under the hash, or None. O(1)."""
         return self.table(group_id).get(prefix_hash)
 
-    def add(self, request: RequestLike, block: KVCacheBlock, index: int, group_id: int) -> None:
-        """As :meth:`add_n`, for the one block that ends with hash block ``index``: a quarter of the time. O(1)."""
+    def add(
+        self, request: RequestLike, table: Sequence[KVCacheBlock], position: int, scale: int, group_id: int
+    ) -> bool:
+        """As :meth:`add_n`, for the one block at ``position`` of a request's table: a quarter of the time.
+
+        Returns:
+            Whether it is registered now.
+        """
+        block = table[position]
+        index = (position + 1) * scale - 1
         prefix_hash = request.block_hashes[index]
         contents = request.block_contents
         first = self._tables[group_id].setdefault(prefix_hash, block)
         span = None if contents is None else contents.span(index)
-        if first is not block:
-            if contents is not None and not contents.matches(index, first.content):
-                return
+        is_first = first is block
+        if not is_first:
+            if not _holds(first, position, index, contents):
+                return False
             self._add_duplicate(prefix_hash, group_id, block)
-        block.prefix_hash = prefix_hash
-        block.group_id = group_id
-        block.content = span
+        unit: Unit = block
+        if block.run is not None:
+            unit = unit_of(block)
+        if unit is block:
+            block.is_hashed = True
+            block.group = group_id
+            block.first_position = position
+            block.own_hash = prefix_hash
+            block.own_span = span
+        else:
+            note(unit, [prefix_hash], None if span is None else [span], position, group_id, is_first=is_first)
+        return True
 
     def add_n(
-        self,
-        request: RequestLike,
-        blocks: Sequence[KVCacheBlock],
-        indices: range,
-        group_id: int,
-        usable: Sequence[bool] | None = None,
+        self, request: RequestLike, blocks: list[KVCacheBlock], positions: Sequence[int], scale: int, group_id: int
     ) -> Sequence[int]:
-        """Registers blocks of a request. O(n).
+        """Registers blocks of a request. O(n): 80 ns each.
 
         A block whose hash is that of another prefix in the index, by accident, is left out: a hit on the one could not
         be told from a hit on the other.
 
         Args:
             request: Whose blocks they are, with the hashes and what these stand for.
-            blocks: Blocks that are not registered.
-            indices: The hash block that each of them ends with.
+            blocks: Blocks that are not registered, at least one.
+            positions: The index of each in the request's table.
+            scale: Hash blocks a block.
             group_id: The group whose tokens they hold.
-            usable: For each block, whether to register it; None: all.
 
         Returns:
-            Those of ``indices`` whose blocks are registered now.
+            Those of ``positions`` whose blocks are registered now.
         """
-        start, stop, step = indices.start, indices.stop, indices.step
         contents = request.block_contents
-        hashes = request.block_hashes[start:stop:step]
-        spans: Iterable[TokenSpan | None] = repeat(None)
+        hashes = _of_blocks(request.block_hashes, positions, scale)
+        spans = None
         if contents is not None:
-            spans = contents.spans(stop)[start:stop:step]
-        rows: Iterable[tuple[KVCacheBlock, bytes, TokenSpan | None, int]]
-        rows = zip(blocks, hashes, spans, indices, strict=False)
-        stored: Sequence[int] = indices
-        if usable is not None:
-            rows = compress(rows, usable)
-            stored = [*compress(indices, usable)]
-        setdefault = self._tables[group_id].setdefault
-        for block, prefix_hash, span, index in rows:
-            first = setdefault(prefix_hash, block)
-            if first is not block:
-                if contents is not None and not contents.matches(index, first.content):
-                    stored = [i for i in stored if i != index]
-                    continue
-                self._add_duplicate(prefix_hash, group_id, block)
-            block.prefix_hash = prefix_hash
-            block.group_id = group_id
-            block.content = span
-        return stored
+            spans = _of_blocks(contents.spans((positions[-1] + 1) * scale), positions, scale)
+        # The loop runs in C: 45 ns each, 60 where the blocks are looked up before they are added.
+        firsts = [*map(self._tables[group_id].setdefault, hashes, blocks)]
+        if firsts == blocks:
+            _register(blocks, hashes, spans, positions, group_id, is_first=True)
+            return positions
+        new: list[int] = []
+        later: list[int] = []
+        for i, (first, block) in enumerate(zip(firsts, blocks, strict=True)):
+            if first is block:
+                new.append(i)
+            elif _holds(first, positions[i], (positions[i] + 1) * scale - 1, contents):
+                later.append(i)
+        if new:
+            self._register_some(new, blocks, hashes, spans, positions, group_id, is_first=True)
+        for i in later:
+            self._add_duplicate(hashes[i], group_id, blocks[i])
+        if later:
+            self._register_some(later, blocks, hashes, spans, positions, group_id, is_first=False)
+        return [positions[i] for i in sorted(new + later)]
+
+    def _register_some(
+        self,
+        chosen: list[int],
+        blocks: list[KVCacheBlock],
+        hashes: list[bytes],
+        spans: list[TokenSpan] | None,
+        positions: Sequence[int],
+        group_id: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        _register(
+            [blocks[i] for i in chosen],
+            [hashes[i] for i in chosen],
+            None if spans is None else [spans[i] for i in chosen],
+            [positions[i] for i in chosen],
+            group_id,
+            is_first=is_first,
+        )
 
     def _add_duplicate(self, prefix_hash: bytes, group_id: int, block: KVCacheBlock) -> None:
         self._duplicates.setdefault((prefix_hash, group_id), {})[block.block_id] = block
 
-    def remove_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Forgets blocks and their hashes; those that are not registered are passed over. O(n)."""
-        tables, duplicates = self._tables, self._duplicates
-        num_removals = self.num_removals
-        for block in blocks:
-            prefix_hash = block.prefix_hash
-            if prefix_hash is not None:
-                if duplicates:
-                    self._remove_one_of_several(prefix_hash, block)
-                else:
-                    del tables[block.group_id][prefix_hash]
-                block.prefix_hash = block.content = None
-                num_removals += 1
-        self.num_removals = num_removals
+    def remove_n(self, blocks: list[KVCacheBlock], hashes: list[bytes], group_id: int) -> None:
+        """Forgets blocks of a group that are registered under these hashes. O(n)."""
+        if self._duplicates:
+            for block, prefix_hash in zip(blocks, hashes, strict=True):
+                self._remove_one_of_several(prefix_hash, block, group_id)
+        else:
+            table = self._tables[group_id]
+            for prefix_hash in hashes:
+                del table[prefix_hash]
+        self.num_removals += len(hashes)
 
-    def _remove_one_of_several(self, prefix_hash: bytes, block: KVCacheBlock) -> None:
-        table = self._tables[block.group_id]
-        waiting = self._duplicates.get((prefix_hash, block.group_id))
+    def _remove_one_of_several(self, prefix_hash: bytes, block: KVCacheBlock, group_id: int) -> None:
+        table = self._tables[group_id]
+        waiting = self._duplicates.get((prefix_hash, group_id))
         if waiting is None:
             del table[prefix_hash]
             return
@@ -127,14 +159,13 @@ class PrefixIndex:
         else:
             del waiting[block.block_id]
         if not waiting:
-            del self._duplicates[prefix_hash, block.group_id]
+            del self._duplicates[prefix_hash, group_id]
 
     def clear(self) -> None:
         """Forgets every block. O(entries)."""
         self.num_removals += 1
         for block in self:
-            block.prefix_hash = None
-            block.content = None
+            clear_notes(block if block.run is None else block.run)
         for table in self._tables.values():
             table.clear()
         self._duplicates.clear()
@@ -149,6 +180,10 @@ class PrefixIndex:
             yield from table.values()
         for waiting in self._duplicates.values():
             yield from waiting.values()
+
+    def _is_first(self, block: KVCacheBlock) -> bool:
+        assert block.prefix_hash is not None
+        return self.get(block.prefix_hash, block.group_id) is block
 
     def check_invariants(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Compares the tables with the blocks' own hashes. O(blocks).
@@ -173,5 +208,48 @@ class PrefixIndex:
         for block in blocks:
             if (block.prefix_hash is not None) != (id(block) in registered):
                 raise InvariantError(f"{block!r} and the prefix index disagree on whether it is registered")
+            if block.run is not None and block.run.is_hashed and block.run.is_first and not self._is_first(block):
+                raise InvariantError(f"{block!r} is not the one that the index has under its hash, as its run says")
             if block.prefix_hash is None and block.content is not None:
                 raise InvariantError(f"{block!r} keeps the contents of a prefix it is not registered for")
+
+
+def _holds(block: KVCacheBlock, position: int, index: int, contents: PrefixContents | None) -> bool:
+    """Whether a block that has the hash of hash block ``index`` of a request, at ``position`` of its table, also holds
+    that prefix."""
+    return contents is None or (block.position == position and contents.matches(index, block.content))
+
+
+def _register(
+    blocks: list[KVCacheBlock],
+    hashes: list[bytes],
+    spans: list[TokenSpan] | None,
+    positions: Sequence[int],
+    group_id: int,
+    *,
+    is_first: bool,
+) -> None:
+    """Tells the units of ``blocks`` what they are registered for."""
+    start = 0
+    for stop in _ends_of_stretches(positions):
+        for unit in units_of(blocks[start:stop]):
+            end = start + num_blocks(unit)
+            of_spans = None if spans is None else spans[start:end]
+            note(unit, hashes[start:end], of_spans, positions[start], group_id, is_first=is_first)
+            start = end
+
+
+def _ends_of_stretches(positions: Sequence[int]) -> list[int]:
+    """For each stretch of positions that count up by one, the index behind it."""
+    if isinstance(positions, range):
+        return [len(positions)]
+    ends = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    return [*ends, len(positions)]
+
+
+def _of_blocks(items: Sequence[_T], positions: Sequence[int], scale: int) -> list[_T]:
+    """For each block of a table, what the last of its hash blocks has."""
+    if isinstance(positions, range):
+        part = items[(positions.start + 1) * scale - 1 : positions.stop * scale : scale]
+        return part if isinstance(part, list) else [*part]
+    return [items[(position + 1) * scale - 1] for position in positions]

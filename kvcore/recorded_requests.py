@@ -230,9 +230,7 @@ class RequestReader:
             lora = LoRAAdapter(*extra["lora"]) if extra["lora"] else None
             request.extra_keys = ExtraKeys(lora, [MultiModalItem(*item) for item in extra["mm"]], extra["salt"])
         if line.get("verify"):
-            request.block_contents = PrefixContents(
-                request.token_ids, request.block_hashes, request.extra_keys, self._hash_block_size
-            )
+            request.block_contents = PrefixContents(request.token_ids, request.extra_keys, self._hash_block_size)
 
 
 def _replace(request: RecordedRequest, name: str, start: int, values: Any) -> None:

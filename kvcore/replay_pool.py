@@ -12,6 +12,7 @@ from itertools import count
 from typing import NamedTuple
 
 from kvcore.block_pool import BlockPool
+from kvcore.block_run import count_held
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import CountError
 from kvcore.eviction import PolicyChoice, policy_name
@@ -84,7 +85,7 @@ class ReplayPool:
         hits = min(len(table), request.num_askable)
         del table[hits:]
         num_new = self._num_needed(request) - hits
-        if num_new > len(pool.policy) - sum([not block.ref_cnt for block in table]):
+        if num_new > len(pool.policy) - count_held(table, 0):
             return None
         self._num_hit += hits
         self._num_requests_hit += hits > 0
@@ -119,8 +120,7 @@ class ReplayPool:
             released_at[block.block_id] = now
         for block in table[num_full:]:
             released_at[block.block_id] = 0  # nothing to hit
-        table.reverse()
-        pool.release(table)
+        pool.give_back(table)
 
     def result(self, name: str | None) -> ReplayResult:
         """What was counted; ``name`` is the policy's, None for its own."""

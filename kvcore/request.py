@@ -105,9 +105,7 @@ class Request:
         self._hash_at = sys.maxsize  # number of tokens at which the next block is full
         if block_hasher is not None:
             if block_hasher.verify_hits:
-                self.block_contents = PrefixContents(
-                    self.token_ids, self.block_hashes, self.extra_keys, block_hasher.block_size
-                )
+                self.block_contents = PrefixContents(self.token_ids, self.extra_keys, block_hasher.block_size)
             self._hash_new_blocks(block_hasher)
 
     def __repr__(self) -> str:

@@ -93,7 +93,7 @@ class Residency:
         if held is None:
             raise PinError(f"a prefix of {pin.num_tokens} tokens is not pinned here: it was unpinned before")
         self.counts -= Counter(block.block_id for block in held)
-        self._coordinator.block_pool.release(reversed(held))
+        self._coordinator.block_pool.give_back(held)
 
     def expect(self, request: RequestLike) -> int:
         """Says that a request which waits will be admitted soon: what the cache has of it counts as used just now.
@@ -111,7 +111,7 @@ class Residency:
         blocks, num_tokens = self._look_up(request, request.num_tokens - 1)
         held = _held(blocks)
         self._coordinator.block_pool.hold(held)
-        self._coordinator.block_pool.release(reversed(held))
+        self._coordinator.block_pool.give_back(held)
         return num_tokens
 
     def _look_up(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlocks, int]:

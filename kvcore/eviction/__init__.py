@@ -5,11 +5,11 @@ A policy owns the free blocks. The pool tells it what was released and what was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import FreeKVCacheBlockQueue
 from kvcore.errors import ConfigError
 from kvcore.eviction.adaptive import Adaptive
 from kvcore.eviction.base import EvictionPolicy, FreeBlocks, Segments
@@ -53,8 +53,8 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 """Policies by the name that ``KVCacheManager(eviction_policy=...)`` takes."""
 
 
-def make_policy(choice: PolicyChoice, blocks: Sequence[KVCacheBlock]) -> EvictionPolicy:
-    """A policy that holds ``blocks``, to be taken in the given order.
+def make_policy(choice: PolicyChoice) -> EvictionPolicy:
+    """A policy that holds no blocks yet.
 
     Raises:
         ConfigError: There is no such policy, or it serves another pool already.
@@ -77,7 +77,6 @@ def make_policy(choice: PolicyChoice, blocks: Sequence[KVCacheBlock]) -> Evictio
         raise ConfigError(f"{policy!r} serves a pool already: make one for each")
     with suppress(AttributeError):  # of a class with slots, the count has to tell
         policy.serves_a_pool = True  # type: ignore[attr-defined]
-    policy.release(blocks, ())
     return policy
 
 

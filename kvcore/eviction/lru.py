@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock, Unit
+from kvcore.run_queue import RunQueue
 
 
 class LRU:
-    """Least recently released first; what cannot be hit goes before all. O(1) a block in every call."""
+    """Least recently released first; what cannot be hit goes before all. O(1) a block in every call.
+
+    A pool that has it for its policy puts whole runs into its queue and takes them out (:meth:`serve_runs`), without
+    asking. A subclass, or what wraps it, is called with blocks, as any other policy.
+
+    Attributes:
+        queue: The free blocks.
+    """
 
     def __init__(self) -> None:
         self.queue = FreeKVCacheBlockQueue(())
-        # Bound once: the pool calls these on its hot path, and nothing is to be added on the way.
-        self.reuse = self.queue.remove_n
-        self.take = self.queue.popleft_n
+
+    def serve_runs(self, free_blocks: Unit) -> RunQueue:
+        """The queue of a pool whose blocks are all in ``free_blocks``, for the pool to change."""
+        self.queue = queue = RunQueue(free_blocks)
+        return queue
 
     def release(self, unhashed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
         """Unhashed blocks to the head, hashed ones to the tail."""
@@ -22,6 +32,14 @@ class LRU:
             self.queue.prepend_n(unhashed)
         if hashed:
             self.queue.append_n(hashed)
+
+    def reuse(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Takes them out of the queue."""
+        self.queue.remove_n(blocks)
+
+    def take(self, n: int) -> list[KVCacheBlock]:
+        """The first ``n`` of the queue."""
+        return self.queue.popleft_n(n)
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         return iter(self.queue)

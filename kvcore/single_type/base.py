@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from itertools import islice
 from typing import Final
 
 from kvcore.block_pool import BlockPool
+from kvcore.block_run import count_held
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import InvariantError, StaleHitError
 from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.ends import Ends
+from kvcore.single_type.lookup import Lookup
 from kvcore.spec import KVCacheSpec, cdiv
 
 NEVER: Final = sys.maxsize
@@ -72,7 +72,7 @@ class SingleTypeKVCacheManager(ABC):
             and self.cacheable_mask(0, 1) is None
             and not block_pool.enable_kv_cache_events
         )
-        self._index = block_pool.prefix_index.table(kv_cache_group_id)
+        self._lookup = Lookup(block_pool.prefix_index.table(kv_cache_group_id), self._hashes_per_block)
 
     def __repr__(self) -> str:
         name, group, requests = type(self).__name__, self.kv_cache_group_id, len(self.req_to_blocks)
@@ -125,9 +125,9 @@ class SingleTypeKVCacheManager(ABC):
             cap: Count only what is held at once, since skipped blocks come back on the way.
         """
         num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
-        kept = hit_blocks[num_skipped:]
+        kept = [*hit_blocks[num_skipped:]]  # behind the skipped blocks, none is null
         new = max(cdiv(num_tokens, self.block_size) - max(num_skipped, len(hit_blocks)), 0)
-        needed = new + [block.ref_cnt for block in kept].count(0)  # behind the skipped blocks, none is null
+        needed = new + count_held(kept, 0)
         # Hits that others hold too do not come back when the window leaves them, so that only the others count.
         return min(needed, self.max_blocks_per_request) if cap else needed
 
@@ -141,9 +141,7 @@ class SingleTypeKVCacheManager(ABC):
         new = self.num_new_blocks(request_id, num_tokens)
         if cap:
             # As for hits: what others hold too does not come back.
-            own = [
-                block.ref_cnt for block in self.req_to_blocks[request_id][self.num_skipped_block[request_id] :]
-            ].count(1)
+            own = count_held(self.req_to_blocks[request_id][self.num_skipped_block[request_id] :], 1)
             new = max(min(new, self.max_blocks_per_request - own), 0)
         return new
 
@@ -162,7 +160,7 @@ class SingleTypeKVCacheManager(ABC):
             if i < num_skipped:
                 continue
             registered = not block.is_null and block.group_id == self.kv_cache_group_id
-            if not registered or block.prefix_hash != hashes[i] or not self._count_real_hits(request, i, [block]):
+            if not registered or block.prefix_hash != hashes[i] or not self._lookup.is_real(request, i, block):
                 raise StaleHitError(
                     f"{block!r} no longer holds block {i} of {request.request_id!r} in group {self.kv_cache_group_id}: "
                     "call get_computed_blocks again, and allocate_slots before anything else evicts blocks"
@@ -179,10 +177,11 @@ class SingleTypeKVCacheManager(ABC):
         before any group hands out a block (rule 8).
         """
         num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
-        kept = hit_blocks[num_skipped:]
-        self.block_pool.hold(kept)
-        self.req_to_blocks[request_id] = table = [self.block_pool.null_block] * num_skipped
-        table.extend(kept)
+        table = [*hit_blocks[num_skipped:]]
+        self.block_pool.hold(table)
+        if num_skipped:
+            table = [*self.block_pool.null_blocks(num_skipped), *table]
+        self.req_to_blocks[request_id] = table
         self.num_cached_block[request_id] = len(table)
         self.num_skipped_block[request_id] = num_skipped
 
@@ -220,10 +219,11 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[request_id] = num_full
         if num_full == num_cached + 1 and self._registers_each:
             # One more block in decoding: the machinery for many would cost four times as much.
-            block = self.req_to_blocks[request_id][num_cached]
-            if not block.is_null:
-                index = num_full * self._hashes_per_block - 1
-                self.block_pool.prefix_index.add(request, block, index, self.kv_cache_group_id)
+            table = self.req_to_blocks[request_id]
+            if not table[num_cached].is_null:
+                self.block_pool.prefix_index.add(
+                    request, table, num_cached, self._hashes_per_block, self.kv_cache_group_id
+                )
             return
         self.block_pool.register(
             request,
@@ -251,11 +251,11 @@ class SingleTypeKVCacheManager(ABC):
     def _give_back(self, request_id: RequestId, first_block: int, blocks: list[KVCacheBlock]) -> None:
         """Frees blocks that have left the table at ``first_block``, the last one first."""
         if self.ends is not None:
-            spent, blocks = self.ends.split(request_id, first_block, blocks)
-            spent.reverse()
-            self.block_pool.release_spent(spent)
-        blocks.reverse()
-        self.block_pool.release(blocks)
+            spent, needed = self.ends.split(request_id, first_block, blocks)
+            self.block_pool.give_back_some(spent, spent=True)
+            self.block_pool.give_back_some(needed, spent=False)
+        else:
+            self.block_pool.give_back(blocks)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -277,38 +277,6 @@ class SingleTypeKVCacheManager(ABC):
         block id."""
         return 0
 
-    def _cached_run(self, request: RequestLike, first_block: int, stop_block: int) -> list[KVCacheBlock]:
-        """The blocks in the index for the request's blocks from ``first_block`` on, up to the first miss. O(blocks).
-
-        Block numbers are at this group's block size.
-        """
-        scale = self._hashes_per_block
-        first, stop = first_block * scale + scale - 1, stop_block * scale
-        hashes = request.block_hashes
-        run: list[KVCacheBlock] = []
-        # The loop runs in C, and `extend` keeps what it got before the miss: 35 ns a block, 60 in a loop of our own.
-        # As a value: mypyc would put a call of its own in place of the method's, which keeps nothing.
-        extend = run.extend
-        with suppress(KeyError):
-            extend(
-                map(
-                    self._index.__getitem__,
-                    hashes[first:stop:scale] if first_block else islice(hashes, first, stop, scale),
-                )
-            )
-        del run[self._count_real_hits(request, first_block, run) :]
-        return run
-
-    def _count_real_hits(self, request: RequestLike, first_block: int, blocks: Sequence[KVCacheBlock]) -> int:
-        """How many of ``blocks`` in a row, found under the hashes of the request's blocks from ``first_block`` on,
-        really hold its prefixes. O(blocks)."""
-        contents = request.block_contents
-        if contents is None or not blocks:
-            return len(blocks)
-        scale = self._hashes_per_block
-        first = first_block * scale + scale - 1
-        return contents.count_matching(blocks, range(first, first + len(blocks) * scale, scale))
-
     def check_invariants(self) -> None:
         """Compares the tables with their counts. O(blocks in tables).
 
@@ -329,6 +297,17 @@ class SingleTypeKVCacheManager(ABC):
             held = [block.block_id for block in table[num_skipped:]]
             if len(set(held)) != len(held):
                 raise InvariantError(f"{self!r}: {request_id!r} holds a block twice: {held}")
-            for block in table[num_skipped:]:
+            position = num_skipped
+            while position < len(table):
+                run = table[position].run
+                members = [table[position]] if run is None else run.blocks[run.start :]
+                if members != table[position : position + len(members)]:
+                    raise InvariantError(f"{self!r}: {request_id!r} holds a part of {run!r} only: {table}")
+                position += len(members)
+            for position, block in enumerate(table[num_skipped:], num_skipped):
                 if block.prefix_hash is not None and block.group_id != self.kv_cache_group_id:
                     raise InvariantError(f"{self!r}: {request_id!r} holds {block!r} of another group")
+                if block.prefix_hash is not None and block.position != position:
+                    raise InvariantError(
+                        f"{self!r}: {request_id!r} holds {block!r} at {position}, which says it is at {block.position}"
+                    )

@@ -29,7 +29,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
             # Decides for a hit that ends in the chunk of `length`; a shorter one, in an earlier chunk, is another case.
             chunk_start = self.get_num_skipped_tokens(length)
             first, stop = chunk_start // self.block_size, length // self.block_size
-            blocks = self._cached_run(request, first, stop)
+            blocks = self._lookup.cached(request, first, stop)
             hit_length = (first + len(blocks)) * self.block_size
             hit_length -= hit_length % self.alignment_tokens
             if hit_length >= chunk_start:

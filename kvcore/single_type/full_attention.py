@@ -14,7 +14,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
     def find_longest_cache_hit(self, request: RequestLike, max_length: int) -> tuple[KVCacheBlock, ...]:
         """The run of cached blocks from the first one on. O(hit blocks)."""
-        blocks = self._cached_run(request, 0, max_length // self.block_size)
+        blocks = self._lookup.cached(request, 0, max_length // self.block_size)
         hit_length = len(blocks) * self.block_size
         if excess := hit_length % self.alignment_tokens:
             del blocks[(hit_length - excess) // self.block_size :]

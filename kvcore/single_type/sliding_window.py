@@ -30,7 +30,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         while end:
             begin = max(end - self._blocks_of_window, 0)
             # From the left: a miss there rules out the most candidates at once.
-            run = self._cached_run(request, begin, end)
+            run = self._lookup.cached(request, begin, end)
             if begin + len(run) == end:
                 return self.block_pool.null_blocks(begin) + tuple(run)
             # Every run that ends after the miss contains it, down to the next aligned end.

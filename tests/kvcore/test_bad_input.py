@@ -43,6 +43,7 @@ from kvcore import (
     TokenRangeError,
     UnknownRequestError,
 )
+from kvcore.block_run import note
 
 HASHER = BlockHasher(4)
 FULL = FullAttentionSpec(4, 1, 1, "bfloat16")
@@ -423,7 +424,9 @@ class TestHits:
         manager = with_cached_prefix()
         original = manager.block_pool.blocks[1]
         forged = KVCacheBlock(block_id)
-        forged.prefix_hash, forged.content = original.prefix_hash, original.content
+        assert original.prefix_hash is not None
+        assert original.content is not None
+        note(forged, [original.prefix_hash], [original.content], 0, 0, is_first=True)
         with refused(ForeignBlockError, "not a block of this pool", manager):
             manager.allocate_slots(make_request("a", range(5)), 1, 4, KVCacheBlocks(([forged],)))
 

@@ -18,7 +18,9 @@ from kvcore import (
     InvariantError,
     KVCacheBlock,
 )
+from kvcore.block_run import note, unit_of
 from kvcore.request import Request
+from kvcore.run_queue import RunQueue
 
 HASHER = BlockHasher(4)
 
@@ -33,6 +35,11 @@ def make_request(tokens: Iterable[int]) -> Request:
 
 def ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
+
+
+def free_queue(pool: BlockPool) -> RunQueue:
+    assert isinstance(pool.free_block_queue, RunQueue)
+    return pool.free_block_queue
 
 
 def queue(pool: BlockPool) -> list[int]:
@@ -284,35 +291,35 @@ class TestEvents:
 
 
 def count_a_holder_too_many(pool: BlockPool) -> None:
-    pool.blocks[1].ref_cnt = 2
+    unit_of(pool.blocks[1]).num_holders = 2
 
 
 def queue_a_held_block(pool: BlockPool) -> None:
-    pool.free_block_queue.append(pool.blocks[1])
+    free_queue(pool).put_last([unit_of(pool.blocks[1])])
 
 
 def lose_a_free_block(pool: BlockPool) -> None:
-    pool.free_block_queue.remove(pool.blocks[4])
+    free_queue(pool).unlink(unit_of(pool.blocks[4]))
 
 
 def count_a_reference_of_a_free_block(pool: BlockPool) -> None:
-    pool.blocks[4].ref_cnt = 1
+    unit_of(pool.blocks[4]).num_holders = 1
 
 
 def free_a_block_below_zero(pool: BlockPool) -> None:
-    pool.blocks[4].ref_cnt = -1
+    unit_of(pool.blocks[4]).num_holders = -1
 
 
 def hold_the_null_block(pool: BlockPool) -> None:
-    pool.null_block.ref_cnt = 1
+    pool.null_block.num_holders = 1
 
 
 def register_the_null_block(pool: BlockPool) -> None:
-    pool.null_block.prefix_hash = b"hash"
+    note(pool.null_block, [b"hash"], None, 0, 0, is_first=True)
 
 
 def queue_the_null_block(pool: BlockPool) -> None:
-    pool.free_block_queue.append(pool.null_block)
+    free_queue(pool).put_last([pool.null_block])
 
 
 def make_the_null_block_a_common_one(pool: BlockPool) -> None:
@@ -324,15 +331,39 @@ def make_a_second_null_block(pool: BlockPool) -> None:
 
 
 def miscount_the_queue(pool: BlockPool) -> None:
-    pool.free_block_queue.num_free_blocks += 1
+    free_queue(pool).num_free_blocks += 1
 
 
 def link_a_free_block_back_to_another(pool: BlockPool) -> None:
-    pool.blocks[5].prev_free_block = pool.blocks[3]
+    third, _, fifth = [unit_of(block) for block in pool.blocks[3:6]]
+    fifth.prev_free_block = third
 
 
 def link_a_free_block_on_to_itself(pool: BlockPool) -> None:
-    pool.blocks[4].next_free_block = pool.blocks[4]
+    fourth = unit_of(pool.blocks[4])
+    fourth.next_free_block = fourth
+
+
+def put_a_block_elsewhere_in_its_run(pool: BlockPool) -> None:
+    pool.blocks[4].offset += 1
+
+
+def note_contents_of_no_block(pool: BlockPool) -> None:
+    assert pool.blocks[4].run is not None
+    pool.blocks[4].run.spans = []
+
+
+def keep_a_hash_beside_that_of_the_run(pool: BlockPool) -> None:
+    pool.blocks[4].own_hash = b"another"
+
+
+def say_that_a_block_is_not_registered(pool: BlockPool) -> None:
+    pool.blocks[1].is_hashed = False
+
+
+def say_that_a_run_is_registered(pool: BlockPool) -> None:
+    assert pool.blocks[4].run is not None
+    pool.blocks[4].run.is_hashed = True
 
 
 @pytest.mark.parametrize(
@@ -349,8 +380,16 @@ def link_a_free_block_on_to_itself(pool: BlockPool) -> None:
         (make_the_null_block_a_common_one, "the null block is held, registered or queued"),
         (make_a_second_null_block, "block 4 says it is the null block"),
         (miscount_the_queue, "the free queue holds 3 blocks and counts 4"),
-        (link_a_free_block_back_to_another, "the free queue is linked wrongly at <block 5"),
+        (link_a_free_block_back_to_another, "the free queue is linked wrongly at <run of 1 blocks: <block 5"),
         (link_a_free_block_on_to_itself, "the free queue is linked wrongly at <block 4"),
+        (put_a_block_elsewhere_in_its_run, "<block 4: ref_cnt=0> is not in its run: <run of 3 blocks"),
+        (note_contents_of_no_block, "<run of 3 blocks: .* has 0 hashes or contents for 3 blocks"),
+        (keep_a_hash_beside_that_of_the_run, "<block 4: .* keeps a hash or contents beside those of its run"),
+        (
+            say_that_a_block_is_not_registered,
+            "<block 1: .* has a hash and no place in the index, or",
+        ),
+        (say_that_a_run_is_registered, "<run of 3 blocks: .* has hashes and no place in the index, or a place and no"),
     ],
 )
 def test_damage_is_found_and_named(damage: Callable[[BlockPool], None], message: str) -> None:

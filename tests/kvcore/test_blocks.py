@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcore import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.block_run import note
 
 
 class TestABlock:
@@ -18,8 +19,7 @@ class TestABlock:
 
     def test_is_known_to_the_index_by_its_prefix_hash_and_its_group_in_four_bytes(self) -> None:
         block = KVCacheBlock(7)
-        block.prefix_hash = b"hash"
-        block.group_id = 258
+        note(block, [b"hash"], None, 0, 258, is_first=True)
         assert block.block_hash == b"hash\x00\x00\x01\x02"
 
     def test_holds_nothing_but_its_slots(self) -> None:
@@ -28,9 +28,9 @@ class TestABlock:
 
     def test_reads_well_in_a_debugger(self) -> None:
         block = KVCacheBlock(7)
-        block.ref_cnt = 2
+        block.num_holders = 2
         assert repr(block) == "<block 7: ref_cnt=2>"
-        block.prefix_hash = bytes(range(16))
+        note(block, [bytes(range(16))], None, 0, 0, is_first=True)
         assert repr(block) == "<block 7: ref_cnt=2, hash=00010203, group=0>"
         block.is_null = True
         assert repr(block).startswith("<block null: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -66,15 +67,34 @@ def test_colliding_hashes_never_give_a_wrong_hit_in_many_random_operations(cache
 def test_without_verification_weak_hashes_do_give_wrong_hits_and_shadow_memory_sees_them() -> None:
     manager = make_manager(20)
     shadow = ShadowMemory(manager)
-    hasher = WeakHasher(4, bits=1, verify_hits=False)
-    first, *others = (make_request(f"r{i}", [i] * 9, manager, block_hasher=hasher) for i in range(20))
+    hasher = WeakHasher(4, bits=2, verify_hits=False)
+    requests = [make_request(f"r{i}", [i] * 9, manager, block_hasher=hasher) for i in range(100)]
+    first, other = next(
+        (first, other)
+        for first, other in itertools.combinations(requests, 2)
+        if first.block_hashes == other.block_hashes and len(set(first.block_hashes)) == 2
+    )
     admit(manager, first)
     shadow.write(first, 0, 9)
-    other = next(request for request in others if request.block_hashes == first.block_hashes)
     blocks, num_hit = manager.get_computed_blocks(other)
     assert num_hit == 8
     with pytest.raises(AssertionError, match="another prefix"):
         shadow.check_hit(other, blocks, num_hit)
+
+
+def test_a_prefix_with_the_same_hash_twice_does_not_hold_a_block_twice() -> None:
+    """Not even where hashes are trusted: a block is hit only where it stood in its prefix."""
+    manager = make_manager(20)
+    hasher = WeakHasher(4, bits=1, verify_hits=False)
+    requests = [make_request(f"r{i}", [*range(i, i + 13)], manager, block_hasher=hasher) for i in range(100)]
+    one_hash = next(request for request in requests if len(set(request.block_hashes)) == 1)
+    two = next(request for request in requests if request.block_hashes[:2] == [*{*request.block_hashes}])
+    for request in (one_hash, two, one_hash):
+        admit(manager, request)
+        manager.check_invariants()
+        manager.free(request)
+        request.num_computed_tokens = 0
+        manager.check_invariants()
 
 
 # A letter stands for the block of 4 tokens that begins with its token. A collides with a, B with b, C with c.

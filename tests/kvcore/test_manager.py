@@ -17,6 +17,7 @@ from kvcore import (
     KVCacheManager,
     Request,
 )
+from kvcore.block_run import unit_of
 from kvcore.contents import PrefixContents
 from kvcore.extra_keys import ExtraKeys
 from kvcore.hashing import pack_tokens
@@ -567,7 +568,7 @@ def a_block_twice(manager: KVCacheManager) -> None:
 
 
 def a_block_of_another_group(manager: KVCacheManager) -> None:
-    manager.coordinator.single_type_managers[0].req_to_blocks["a"][0].group_id = 1
+    unit_of(manager.coordinator.single_type_managers[0].req_to_blocks["a"][0]).group = 1
 
 
 def a_block_that_nobody_counted(manager: KVCacheManager) -> None:
@@ -583,7 +584,7 @@ def a_block_that_nobody_counted(manager: KVCacheManager) -> None:
         (more_registered_than_there_is, "more blocks of 'a' registered than it has"),
         (a_block_twice, "'a' holds a block twice: .*1, 1, 3"),
         (a_block_of_another_group, "'a' holds <block 1: .* of another group"),
-        (a_block_that_nobody_counted, "<block 9: ref_cnt=0> is held by 1 block tables"),
+        (a_block_that_nobody_counted, "'a' holds a part of <run of 8 blocks: .* only"),
     ],
 )
 def test_damage_is_found_and_named(damage: Callable[[KVCacheManager], None], message: str) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcore import BlockHasher, BlockPool, InvariantError, KVCacheBlock, Request
+from kvcore.block_run import clear_notes, unit_of
 
 HASHER = BlockHasher(4)
 
@@ -112,24 +113,30 @@ TestTheIndexAgainstADict = IndexAgainstADict.TestCase
 TestTheIndexAgainstADict.settings = settings(stateful_step_count=20)
 
 
+def give_hash(block: KVCacheBlock, prefix_hash: bytes) -> None:
+    assert unit_of(block) is block
+    block.is_hashed = True
+    block.own_hash = prefix_hash
+
+
 def give_another_hash(pool: BlockPool) -> None:
-    pool.blocks[1].prefix_hash = b"another"
+    give_hash(pool.blocks[1], b"another")
 
 
 def give_another_group(pool: BlockPool) -> None:
-    pool.blocks[1].group_id = 1
+    unit_of(pool.blocks[1]).group = 1
 
 
 def forget_the_hash(pool: BlockPool) -> None:
-    pool.blocks[3].prefix_hash = None
+    clear_notes(unit_of(pool.blocks[3]))
 
 
 def give_a_hash_to_an_unregistered_block(pool: BlockPool) -> None:
-    pool.blocks[4].prefix_hash = b"another"
+    give_hash(pool.blocks[4], b"another")
 
 
 def give_another_hash_to_a_later_block_of_one_hash(pool: BlockPool) -> None:
-    pool.blocks[2].prefix_hash = b"another"
+    give_hash(pool.blocks[2], b"another")
 
 
 def drop_the_first_block_of_one_hash(pool: BlockPool) -> None:
@@ -137,7 +144,8 @@ def drop_the_first_block_of_one_hash(pool: BlockPool) -> None:
 
 
 def give_contents_to_an_unregistered_block(pool: BlockPool) -> None:
-    pool.blocks[4].content = pool.blocks[1].content
+    assert unit_of(pool.blocks[4]) is pool.blocks[4]
+    pool.blocks[4].own_span = pool.blocks[1].content
 
 
 @pytest.mark.parametrize(

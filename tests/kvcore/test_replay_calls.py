@@ -7,7 +7,7 @@ import inspect
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from kvcore import (
     RequestProtocolError,
     UnknownRequestError,
 )
+from kvcore.blocks import KVCacheBlock
 from kvcore.cli import main
 from kvcore.errors import FileFormatError, InvariantError, PinError
-from kvcore.eviction import POLICIES
+from kvcore.eviction import LRU, POLICIES
 from kvcore.replay_calls import replay_calls
 from kvcore.snapshot import load_snapshots
 from kvcore.testing import admit, make_manager, make_request
@@ -142,15 +143,16 @@ def test_with_tokens_a_hit_that_was_found_to_be_a_collision_is_found_to_be_one_a
     assert replay_calls(path).difference is None
 
 
-class LatestFirst(KVCacheManager):
+class MostRecent(LRU):
     """Overwrites what was released last before all else."""
 
-    def free(self, request: Any) -> None:
-        super().free(request)
-        queue = self.block_pool.free_block_queue
-        blocks = queue.get_all_free_blocks()
-        queue.remove_n(blocks)
-        queue.append_n(blocks[::-1])
+    def release(self, unhashed: Sequence[KVCacheBlock], hashed: Sequence[KVCacheBlock]) -> None:
+        super().release([*hashed[::-1], *unhashed], ())
+
+
+class LatestFirst(KVCacheManager):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "eviction_policy": MostRecent})
 
 
 def test_a_manager_with_another_eviction_order_is_told_from_the_recorded_one_by_the_first_call_that_shows_it(
@@ -462,7 +464,7 @@ class Corrupting(KVCacheManager):
 
     def free(self, request: Any) -> None:
         super().free(request)
-        self.block_pool.null_block.ref_cnt = 1
+        self.block_pool.null_block.num_holders = 1
 
 
 def test_corrupt_books_are_found_if_they_are_looked_at(tmp_path: Path) -> None:
