@@ -128,11 +128,9 @@ class BlockPool:
     def hand_out(self, counts: Sequence[int]) -> list[list[KVCacheBlock]]:
         """As :meth:`get_new_blocks` for each of some block tables, without its checks: for the coordinator, which knows
         that so many are free. The same blocks in the same order as one call for each."""
-        if len(counts) == 1 and counts[0] == 1 and self._run_queue is not None:
+        if len(counts) == 1 and counts[0] == 1:
             # One more block in decoding: a third of the time.
-            block, prefix_hash, group_id = self._run_queue.take_one()
-            if prefix_hash is not None:
-                self._leave_index([block], [prefix_hash], group_id)
+            block = self._take_one()
             block.run = None
             block.num_holders = 1
             return [[block]]
@@ -153,20 +151,39 @@ class BlockPool:
 
     def _take(self, num_blocks: int) -> list[KVCacheBlock]:
         """The policy's next victims, out of the index."""
-        if self._run_queue is not None:
-            taken = []
-            for blocks, hashes, group_id in self._run_queue.take(num_blocks):
-                if hashes is not None:
-                    self._leave_index(blocks, hashes, group_id)
-                taken += blocks
-            return taken
+        if self._run_queue is None:
+            return self._take_from_policy(num_blocks)
+        taken = []
+        for blocks, hashes, group_id in self._run_queue.take(num_blocks):
+            if hashes is not None:
+                self._leave_index(blocks, hashes, group_id)
+            taken += blocks
+        return taken
+
+    def _take_one(self) -> KVCacheBlock:
+        """The policy's next victim, out of the index."""
+        if self._run_queue is None:
+            return self._take_from_policy(1)[0]
+        block, prefix_hash, group_id = self._run_queue.take_one()
+        if prefix_hash is not None:
+            self._leave_index([block], [prefix_hash], group_id)
+        return block
+
+    def _take_from_policy(self, num_blocks: int) -> list[KVCacheBlock]:
+        """The next victims of a policy that knows of no runs."""
         taken = self.policy.take(num_blocks)
-        # Out of their runs, which others are still in. The end of a prefix comes first, as a rule.
-        for unit in reversed(units_of(taken[::-1])):
-            if unit.is_hashed:
-                blocks = blocks_of(unit)[::-1]
-                self._leave_index(blocks, [cast(bytes, block.prefix_hash) for block in blocks], unit.group)
-                clear_notes(unit)
+        for block in taken:
+            if block.run is not None and block.run.blocks[-1] is not block:
+                unit_of(block)  # seldom: the end of a prefix goes first, as a rule
+            run = block.run
+            if run is not None:
+                prefix_hash, group_id = run.pop_one(), run.group
+            else:
+                prefix_hash, group_id = block.own_hash, block.group
+                block.is_hashed = False
+                block.own_hash = block.own_span = None
+            if prefix_hash is not None:
+                self._leave_index([block], [prefix_hash], group_id)
         return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -496,7 +513,13 @@ def _place_in_run(block: KVCacheBlock) -> tuple[int, int]:
 
 def _in_eviction_order(units: list[Unit]) -> list[KVCacheBlock]:
     """The blocks of units that come back, each run from its end."""
-    return [block for unit in units for block in reversed(blocks_of(unit))]
+    blocks: list[KVCacheBlock] = []
+    for unit in units:
+        if isinstance(unit, BlockRun):
+            blocks += unit.blocks[: unit.start - 1 if unit.start else None : -1]
+        else:
+            blocks.append(cast(KVCacheBlock, unit))
+    return blocks
 
 
 def _stored_event(

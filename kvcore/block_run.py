@@ -79,6 +79,16 @@ class BlockRun(Unit):
         self._drop_last(offset)
         return blocks, hashes
 
+    def pop_one(self) -> bytes | None:
+        """Takes the last block out; its hash. O(1), amortized."""
+        self.blocks.pop()
+        prefix_hash = None if self.hashes is None else self.hashes.pop()
+        if self.spans is not None:
+            self.spans.pop()
+        if 2 * self.start > len(self.blocks):
+            self.drop_dead()
+        return prefix_hash
+
     def dissolve(self) -> tuple[list[KVCacheBlock], list[bytes] | None]:
         """Its blocks and their hashes, as :meth:`pop`; the run is not used again."""
         start = self.start
@@ -242,7 +252,7 @@ def units_of(blocks: list[KVCacheBlock], *, as_held: bool = False) -> list[Unit]
     return units
 
 
-MIN_MEAN_BLOCKS = 2
+MIN_MEAN_BLOCKS = 8
 """Units that come back together are joined where they have, on average, less than so many blocks."""
 
 

@@ -87,12 +87,7 @@ class RunQueue(FreeKVCacheBlockQueue):
                 self.unlink(unit)
             else:
                 self.num_free_blocks -= 1
-            if unit.spans is not None:
-                unit.spans.pop()
-            block, prefix_hash = unit.blocks.pop(), None if unit.hashes is None else unit.hashes.pop()
-            if 2 * unit.start > len(unit.blocks):
-                unit.drop_dead()
-            return block, prefix_hash, unit.group
+            return unit.blocks[-1], unit.pop_one(), unit.group
         self.unlink(unit)
         block = cast(KVCacheBlock, unit)
         prefix_hash = block.own_hash

@@ -571,6 +571,10 @@ def a_block_of_another_group(manager: KVCacheManager) -> None:
     unit_of(manager.coordinator.single_type_managers[0].req_to_blocks["a"][0]).group = 1
 
 
+def a_block_at_another_position(manager: KVCacheManager) -> None:
+    unit_of(manager.coordinator.single_type_managers[0].req_to_blocks["a"][0]).first_position = 1
+
+
 def a_block_that_nobody_counted(manager: KVCacheManager) -> None:
     manager.coordinator.single_type_managers[0].req_to_blocks["a"].append(manager.block_pool.blocks[9])
 
@@ -584,6 +588,7 @@ def a_block_that_nobody_counted(manager: KVCacheManager) -> None:
         (more_registered_than_there_is, "more blocks of 'a' registered than it has"),
         (a_block_twice, "'a' holds a block twice: .*1, 1, 3"),
         (a_block_of_another_group, "'a' holds <block 1: .* of another group"),
+        (a_block_at_another_position, "'a' holds <block 1: .* at 0, which says it is at 1"),
         (a_block_that_nobody_counted, "'a' holds a part of <run of 8 blocks: .* only"),
     ],
 )
