@@ -9,19 +9,19 @@ from itertools import compress, groupby, repeat
 from typing import Any, cast
 
 from kvcore.block_run import BlockRun, blocks_of, clear_notes, joined, unit_of, units_of
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock, Unit
+from kvcore.blocks import KVCacheBlock, Unit
 from kvcore.errors import (
     ConfigError,
     CountError,
     DoubleFreeError,
     DuplicateBlockError,
     ForeignBlockError,
-    InvariantError,
     OutOfBlocksError,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvcore.eviction import LRU, PolicyChoice, free_block_queue, make_policy
 from kvcore.extra_keys import untagged
+from kvcore.pool_checks import check_pool
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
 from kvcore.run_queue import RunQueue
@@ -429,62 +429,8 @@ class BlockPool:
         Raises:
             InvariantError: The first disagreement found.
         """
-        null = self.null_block
-        if (
-            not null.is_null
-            or null.run is not None
-            or null.ref_cnt
-            or null.is_hashed
-            or null.next_free_block is not None
-        ):
-            raise InvariantError(f"the null block is held, registered or queued: {null!r}")
-        queued = self._check_queue()
-        for block in self.blocks[1:]:
-            if block.is_null:
-                raise InvariantError(f"block {block.block_id} says it is the null block")
-            if (block.ref_cnt == 0) != (block.block_id in queued) or block.ref_cnt < 0:
-                raise InvariantError(
-                    f"{block!r} is {'in' if block.block_id in queued else 'not in'} the free queue; "
-                    "blocks with ref_cnt 0, and no others, belong there"
-                )
-            if holders is not None and block.ref_cnt != holders.get(block.block_id, 0):
-                raise InvariantError(f"{block!r} is held by {holders.get(block.block_id, 0)} block tables")
-            _check_unit(block)
+        check_pool(self.blocks, self.free_block_queue, holders)
         self.prefix_index.check_invariants(self.blocks)
-
-    def _check_queue(self) -> set[int]:
-        queued: set[int] = set()
-        before: KVCacheBlock | None = None
-        linked = self._run_queue is None and isinstance(self.free_block_queue, FreeKVCacheBlockQueue)
-        for block in self.free_block_queue:
-            if block.block_id in queued or (linked and before is not None and block.prev_free_block is not before):
-                raise InvariantError(f"the free queue is linked wrongly at {block!r}")
-            queued.add(block.block_id)
-            before = block
-        if len(queued) != self.free_block_queue.num_free_blocks:
-            raise InvariantError(f"the free queue holds {len(queued)} blocks and counts {len(self.free_block_queue)}")
-        for unit in () if self._run_queue is None else self._run_queue.units():
-            if unit.prev_free_block is None or unit.prev_free_block.next_free_block is not unit or not blocks_of(unit):
-                raise InvariantError(f"the free queue is linked wrongly at {unit!r}")
-        return queued
-
-
-def _check_unit(block: KVCacheBlock) -> None:
-    """Compares a block with its run, or with itself."""
-    run = block.run
-    if run is None:
-        if block.is_hashed != (block.own_hash is not None):
-            raise InvariantError(f"{block!r} has a hash and no place in the index, or a place and no hash")
-        return
-    if not run.start <= block.offset < len(run.blocks) or run.blocks[block.offset] is not block:
-        raise InvariantError(f"{block!r} is not in its run: {run!r}")
-    if run.is_hashed != (run.hashes is not None):
-        raise InvariantError(f"{run!r} has hashes and no place in the index, or a place and no hashes")
-    for notes in (run.hashes, run.spans):
-        if notes is not None and len(notes) != len(run.blocks):
-            raise InvariantError(f"{run!r} has {len(notes)} hashes or contents for {len(run.blocks)} blocks")
-    if block.is_hashed or block.own_hash is not None or block.own_span is not None:
-        raise InvariantError(f"{block!r} keeps a hash or contents beside those of its run")
 
 
 def _make_blocks(count: int) -> list[KVCacheBlock]:
