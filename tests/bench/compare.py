@@ -17,15 +17,19 @@ from typing import Any
 
 from tests.bench import comparison, peer, report
 
-SIDES = {
+KVCORE = {
     "raw": ["--hash", "sha256_raw", "--only", "hash32k"],
     "same_hash": ["--hash", "sha256", "--only", "hash32k"],
     "unverified": ["--no-verify", "--only", "warm_lookup32k"],
     "kvcore": [],
-    "vllm": [],
-    "compiled": [],
 }
-"""What is measured, in this order, by name, and the options of its script. ``compiled``: where it was built."""
+"""What is measured of kvcore, by name, and the options of its script."""
+
+COMPILED = {comparison.compiled(side): side for side in reversed(KVCORE)}
+"""The same once more, where it was built compiled."""
+
+SIDES = [*KVCORE, "vllm", *COMPILED]
+"""All that is measured, in this order."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides = list(SIDES)
     if not args.compiled_dir.exists():
         peer.progress(f"no compiled kvcore in {args.compiled_dir}, so none is measured; to build it: make compiled")
-        sides.remove("compiled")
+        sides = [side for side in sides if side not in COMPILED]
     elif not _same_source(args.compiled_dir, peer.ROOT):
         sys.exit(f"kvcore in {args.compiled_dir} was compiled from other source than this: make compiled")
     runs = []
@@ -46,11 +50,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if side == "vllm":
                 run[side] = peer.run_vllm(python, options)
             else:
-                installed = args.compiled_dir if side == "compiled" else peer.ROOT
-                run[side] = peer.run_kvcore([*options, *SIDES[side]], installed=installed)
-                if side == "compiled" and not run[side]["manager"]["compiled"]:
+                installed = args.compiled_dir if side in COMPILED else peer.ROOT
+                run[side] = peer.run_kvcore([*options, *KVCORE[COMPILED.get(side, side)]], installed=installed)
+                if side in COMPILED and not run[side]["manager"]["compiled"]:
                     sys.exit(f"kvcore in {installed} is compiled for another Python than this: make compiled")
-                if side != "compiled" and run[side]["manager"]["compiled"]:
+                if side not in COMPILED and run[side]["manager"]["compiled"]:
                     sys.exit(f"compiled modules lie among the sources in {installed}/kvcore: make clean")
         runs.append(run)
     return {"machine": report.machine(), "repetitions": args.reps, "runs": runs}
@@ -59,7 +63,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _same_source(one: Path, other: Path) -> bool:
     """Whether two folders hold the same kvcore, compiled or not."""
     texts = [
-        {path.relative_to(folder): path.read_bytes() for path in folder.glob("kvcore/**/*.py")}
+        {
+            path.relative_to(folder): path.read_bytes()
+            for pattern in ("*.py", "*.c", "*.h")
+            for path in folder.glob(f"kvcore/**/{pattern}")
+        }
         for folder in (one, other)
     ]
     return texts[0] == texts[1]

@@ -62,9 +62,11 @@ def test_both_tables_show_each_line_with_its_aim() -> None:
 
 def test_a_line_tells_what_compiling_makes_of_it() -> None:
     run = a_run(6, 3)
-    run["compiled"] = side(1.5)
+    run["kvcore, compiled"] = side(1.5)
+    run["raw, compiled"] = side(2)
     compared = comparison.compare([run])
     assert (compared.rows["full.decode"].ratio, compared.rows["full.decode"].compiled_ratio) == (2, 4)
+    assert [row.compiled_ratio for row in compared.extra if "sha256_raw" in row.note] == [3]
     assert compared.geometric_mean == pytest.approx(2)
     assert compared.compiled_geometric_mean == pytest.approx(4)
     assert "| **geometric mean** | | | **2.0** | | | **4.0** | 5.00 |" in comparison.markdown_table(compared)
@@ -72,14 +74,15 @@ def test_a_line_tells_what_compiling_makes_of_it() -> None:
 
 def test_a_compiled_time_is_compared_with_that_of_its_own_run() -> None:
     runs = [a_run(40, 20), a_run(6, 3)]
-    del runs[0]["compiled"]
-    runs[1]["compiled"] = side(1.5)
+    del runs[0]["kvcore, compiled"]
+    runs[1]["kvcore, compiled"] = side(1.5)
     assert comparison.compare(runs).rows["full.decode"].compiled_ratios == [4]
 
 
 def test_without_a_compiled_kvcore_its_columns_are_empty() -> None:
     run = a_run(6, 2)
-    del run["compiled"]
+    for name in compare.COMPILED:
+        del run[name]
     compared = comparison.compare([run])
     assert compared.compiled_geometric_mean is None
     assert "| 3.00 |  |  |  | 10.0 |" in comparison.markdown_table(compared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ def test_the_hot_path_is_compiled_all_of_it_or_nothing(name: str) -> None:
     file = import_module(f"kvcore.{name}").__file__
     assert file is not None
     assert (Path(file).suffix != ".py") == kvcore.COMPILED
+
+
+def test_so_are_the_loops_that_are_written_in_c() -> None:
+    assert (find_spec("kvcore.packed_blocks") is not None) == kvcore.COMPILED
 
 
 def test_the_facade_can_be_subclassed_and_its_methods_wrapped() -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import cbor2
@@ -45,6 +45,37 @@ class TestWhatAHashIs:
         second = hashlib.sha256(first + little_endian([3, 4])).digest()
         assert hasher.root == hashlib.sha256(b"s").digest()
         assert hasher.hash_tokens([1, 2, 3, 4], {0: keys}) == [first, second]
+
+    @pytest.mark.parametrize(
+        ("algorithm", "digest"),
+        [("xxh3", xxhash.xxh3_128_digest), ("sha256_raw", lambda data: hashlib.sha256(data).digest())],
+    )
+    @given(
+        tokens=TOKENS,
+        block_size=st.integers(1, 4),
+        salted=st.sets(st.integers(-1, 42)),
+        known=st.integers(0, 40),
+    )
+    def test_extra_keys_count_for_the_blocks_that_have_them(
+        self,
+        algorithm: str,
+        digest: Callable[[bytes], bytes],
+        tokens: list[int],
+        block_size: int,
+        salted: set[int],
+        known: int,
+    ) -> None:
+        hasher = BlockHasher(block_size, algorithm, seed=0)
+        keys = {index: (("cache_salt", str(index)),) for index in sorted(salted, reverse=True)}
+        parent, expected = hasher.root, []
+        for index in range(len(tokens) // block_size):
+            extra = cbor2.dumps(keys[index], canonical=True) if index in keys else b""
+            parent = digest(parent + little_endian(tokens[index * block_size : (index + 1) * block_size]) + extra)
+            expected.append(parent)
+        assert hasher.hash_tokens(tokens, keys) == expected
+        hashes = expected[:known]
+        hasher.extend(hashes, array("I", tokens), keys)
+        assert hashes == expected
 
     def test_a_machine_of_the_other_byte_order_packs_tokens_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hasher = BlockHasher(2, "sha256_raw", seed=0)

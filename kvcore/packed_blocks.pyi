@@ -1,0 +1,21 @@
+"""Tokens packed, and the chain of their blocks hashed, in a loop of C (``kvcore/c/packed_blocks.c``).
+
+There only where kvcore was compiled (``make compiled``). ``kvcore.hashing`` does the same without it.
+"""
+
+from array import array
+
+def pack(tokens: list[int], /) -> bytes | None:
+    """The tokens as unsigned 32-bit integers in the machine's byte order. 3 to 4 ns a token.
+
+    None, so that the caller finds out what it is, if something in the list is not an ``int`` of this very type from 0
+    to at least 2**15 - 1 (2**30 - 1 in all but 32-bit builds of Python), or if ``tokens`` is no list.
+    """
+
+def hash_chain(parent: bytes, tokens: array[int] | bytes, block_length: int, start: int, stop: int, /) -> list[bytes]:
+    """The XXH3-128 of each block from ``start`` to ``stop``, of ``block_length`` bytes, with the hash before it as its
+    parent. 35 ns a block of 64 bytes.
+
+    Raises:
+        ValueError: ``parent`` has not 16 bytes, or ``tokens`` has no such blocks.
+    """
