@@ -188,9 +188,9 @@ class BlockHasher:
     def _token_hashes(self, parent: bytes, token_ids: array[int], start: int, stop: int) -> list[bytes]:
         """Of blocks without extra keys."""
         length = 4 * self.block_size
-        if packed_blocks is not None and self.algorithm == "xxh3":
-            return packed_blocks.hash_chain(parent, token_ids, length, start, stop)
         digest = self._digest
+        if packed_blocks is not None and digest is xxhash.xxh3_128_digest and len(parent) == 16:
+            return packed_blocks.hash_chain(parent, token_ids, length, start, stop)
         if stop - start == 1:
             # One more block in decoding: the machinery for many would cost four times as much.
             return [digest(parent + token_ids[start * self.block_size : stop * self.block_size].tobytes())]

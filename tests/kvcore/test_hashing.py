@@ -77,6 +77,14 @@ class TestWhatAHashIs:
         hasher.extend(hashes, array("I", tokens), keys)
         assert hashes == expected
 
+    @pytest.mark.parametrize("root", [b"", b"of another length than all others"])
+    def test_a_root_of_any_length_will_do(self, root: bytes) -> None:
+        hasher = BlockHasher(2, "xxh3")
+        hasher.root = root
+        first = xxhash.xxh3_128_digest(root + little_endian([1, 2]))
+        second = xxhash.xxh3_128_digest(first + little_endian([3, 4]))
+        assert hasher.hash_tokens([1, 2, 3, 4, 5]) == [first, second]
+
     def test_a_machine_of_the_other_byte_order_packs_tokens_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hasher = BlockHasher(2, "sha256_raw", seed=0)
         expected = hasher.hash_tokens([1, 2, 3, 2**32 - 2])
