@@ -12,12 +12,12 @@ from kvcore.request import RequestLike
 
 
 class _Found(NamedTuple):
-    """What a lookup answered, and how many blocks had left the index by then."""
+    """What a lookup answered, and which generation of the index did."""
 
     request: RequestLike
     blocks: KVCacheBlocks
     num_tokens: int
-    num_removals: int
+    generation: int
 
 
 class Admission:
@@ -41,7 +41,7 @@ class Admission:
 
     def note_lookup(self, request: RequestLike, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Remembers what a lookup found: admitted with that next, a request's hits need no second look. O(1)."""
-        self._found = _Found(request, blocks, num_tokens, self._coordinator.block_pool.prefix_index.num_removals)
+        self._found = _Found(request, blocks, num_tokens, self._coordinator.block_pool.prefix_index.generation)
 
     def check(self, request: RequestLike, hits: KVCacheBlocks, num_tokens: int) -> None:
         """Makes sure that a new request may come in with these hits, which cover ``num_tokens`` tokens.
@@ -89,7 +89,7 @@ class Admission:
         """
         coordinator = self._coordinator
         request_id = request.request_id
-        known = request.num_tokens  # read before anything changes, as all that is the caller's
+        known = request.num_tokens
         computed = min(num_computed_tokens, self._max_model_len)
         num_tokens = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
         num_free_blocks = coordinator.block_pool.get_num_free_blocks() - self._watermark_blocks
@@ -115,6 +115,6 @@ class Admission:
             and found.request is request
             and found.blocks is hits
             and found.num_tokens == num_tokens
-            and found.num_removals == self._coordinator.block_pool.prefix_index.num_removals
+            and found.generation == self._coordinator.block_pool.prefix_index.generation
             and not request.num_computed_tokens
         )

@@ -318,20 +318,27 @@ class BlockPool:
             block_mask: For each block of the range, whether a hit can ever use it; None: all.
 
         Raises:
+            ConfigError: The block size is no multiple of the hash block size; nothing was registered.
             CountError: The range does not lie within the blocks and the request's hashes; nothing was registered.
             ForeignBlockError: A block is not of this pool; nothing was registered.
-            DuplicateBlockError: A block is registered already; nothing was registered.
+            DuplicateBlockError: A block is registered already, or comes twice; nothing was registered.
         """
+        if block_size < 1 or block_size % self.hash_block_size:
+            raise ConfigError(f"block_size must be a multiple of {self.hash_block_size}, got {block_size}")
         num_hashed_blocks = len(request.block_hashes) * self.hash_block_size // block_size
         if not 0 <= num_cached_blocks <= num_full_blocks <= min(len(blocks), num_hashed_blocks):
             raise CountError(
                 f"cannot register blocks {num_cached_blocks} to {num_full_blocks} of {request.request_id!r}: "
                 f"it has {len(blocks)} blocks, and hashes for {num_hashed_blocks}"
             )
-        for block in blocks[num_cached_blocks:num_full_blocks]:
+        new_blocks = [block for block in blocks[num_cached_blocks:num_full_blocks] if block is not self.null_block]
+        for block in new_blocks:
             self.require_own(block)
             if block.prefix_hash is not None:
                 raise DuplicateBlockError(f"{block!r} is registered already: count it among num_cached_blocks")
+        for block, times in Counter(new_blocks).items():
+            if times > 1:
+                raise DuplicateBlockError(f"{block!r} cannot hold {times} blocks of one request")
         if num_full_blocks > num_cached_blocks:
             mask = block_mask or [True] * (num_full_blocks - num_cached_blocks)
             self.register(request, [*blocks], num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, mask)

@@ -257,7 +257,8 @@ MIN_MEAN_BLOCKS = 8
 
 
 def joined(units: list[Unit]) -> list[Unit]:
-    """Registered units that nobody holds any more, in the order of their table; neighbours are joined if all are short.
+    """Registered units that nobody holds any more, in the order of their table; neighbours are joined if they are
+    short, on average.
 
     Requests that hit a prefix at different lengths cut it into pieces. When the last holder lets go, the pieces become
     one run again. O(units), or O(blocks) where it joins them: 80 ns each.

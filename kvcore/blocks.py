@@ -110,7 +110,8 @@ class FreeKVCacheBlockQueue:
     """A doubly linked list threaded through the blocks themselves: no object is made to move one.
 
     The head is overwritten first. Sentinels at both ends spare the loops every test for an empty side: the neighbours
-    of what is queued are never None. The ``_n`` methods trust their caller, for speed; the single-block ones check.
+    of what is queued are never None. The methods for single blocks check what they are
+    given, and ``popleft_n`` its count; the others trust their caller, for speed.
 
     Args:
         blocks: The first content, head first.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from kvcore.contents import PrefixContents
 from kvcore.coordinator import KVCacheCoordinator
 from kvcore.errors import (
     ComputedTokensError,
@@ -14,6 +15,7 @@ from kvcore.errors import (
     RequestProtocolError,
     UnknownRequestError,
 )
+from kvcore.extra_keys import ExtraKeys
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.request import RequestLike
 
@@ -47,8 +49,7 @@ def check_same_request(request: RequestLike, holder: RequestLike) -> None:
 def check_num_tokens(request: Any) -> None:
     """A request of the caller's own class counts its tokens as code that is compiled takes a count."""
     if not isinstance(request.num_tokens, int):
-        kind = type(request.num_tokens).__name__
-        raise RequestProtocolError(f"num_tokens of request {request.request_id!r} must be an int, got a {kind}")
+        _refuse_type(request, "num_tokens", "an int", request.num_tokens)
 
 
 def check_computed(request: RequestLike, num_new_computed_tokens: int) -> None:
@@ -87,9 +88,19 @@ def check_protocol(request: Any, *, events: bool) -> None:
                 "kvcore.request.RequestLike lists, and EventRequest where KV events are on"
             )
     check_num_tokens(request)
-    if len(hashes := request.block_hashes) and not isinstance(hashes[0], bytes):
-        kind = type(hashes[0]).__name__
-        raise RequestProtocolError(f"block_hashes of request {request.request_id!r} must be bytes, got a {kind}")
+    hashes = request.block_hashes
+    for block_hash in (hashes[0], hashes[-1]) if len(hashes) else ():  # not each: that would cost as much as a lookup
+        if not isinstance(block_hash, bytes):
+            _refuse_type(request, "block_hashes", "bytes", block_hash)
+    if not isinstance(request.block_contents, PrefixContents | None):
+        _refuse_type(request, "block_contents", "a PrefixContents or None", request.block_contents)
+    if events and not isinstance(request.extra_keys, ExtraKeys):
+        _refuse_type(request, "extra_keys", "an ExtraKeys", request.extra_keys)
+
+
+def _refuse_type(request: RequestLike, attribute: str, wanted: str, value: object) -> NoReturn:
+    kind = type(value).__name__
+    raise RequestProtocolError(f"{attribute} of request {request.request_id!r} must be {wanted}, got a {kind}")
 
 
 def check_admission(

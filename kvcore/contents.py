@@ -15,11 +15,11 @@ from typing import Any
 from kvcore.extra_keys import BlockExtraKeys, ExtraKeys
 
 MAX_SPAN_BLOCKS = 128
-"""Longest span, in hash blocks. A span lives as long as any of its blocks is registered: this bounds what the last of
-them keeps in memory."""
+"""Longest span, in hash blocks. A span lives as long as any of its blocks is registered, and those before it live as
+long: of a prefix that is overwritten from its end (rule 4), so much at most is kept for nothing."""
 
 MAX_GROWN_BLOCKS = 32
-"""Longest span that grows block by block. Each time, its tokens are copied."""
+"""Longest span that grows as a request decodes. Each time, its tokens are copied."""
 
 
 class TokenSpan:
@@ -83,18 +83,11 @@ class PrefixContents:
         size = self._block_size  # as in _make_span, whose span would be made for its tokens to be taken out again
         tokens = self._token_ids[index * size : (index + 1) * size].tobytes()
         extra_keys = self._extra_keys.of_blocks(index, index + 1, size) if self._extra_keys else {}
-        last = spans[-1] if spans else None
-        if (
-            last is not None
-            and last.stop == index  # else it goes on with another request's tokens
-            and index - last.start < MAX_GROWN_BLOCKS
-            and not extra_keys
-        ):
-            last.tokens += tokens
-            last.stop += 1
-            spans.append(last)
-            return last
-        span = TokenSpan(last, index, index + 1, tokens, extra_keys)
+        span = spans[-1] if spans else None
+        if span is not None and _can_grow(span, index, index + 1):
+            _grow(span, index + 1, tokens, extra_keys)
+        else:
+            span = TokenSpan(span, index, index + 1, tokens, extra_keys)
         spans.append(span)
         return span
 
@@ -104,7 +97,13 @@ class PrefixContents:
         while len(spans) < stop:
             start = len(spans)
             end = min(stop, start + MAX_SPAN_BLOCKS)
-            spans += [self._make_span(start, end)] * (end - start)
+            span = self._make_span(start, end)
+            last = span.parent
+            if last is not None and _can_grow(last, start, end):
+                # A few hash blocks, where a block of the group has several.
+                _grow(last, end, span.tokens, span.extra_keys)
+                span = last
+            spans += [span] * (end - start)
         return spans
 
     def count_matching(self, found: list[TokenSpan], indices: range) -> int:
@@ -181,3 +180,16 @@ class PrefixContents:
         tokens = memoryview(self._token_ids)[start * size : stop * size].tobytes()
         extra_keys = self._extra_keys.of_blocks(start, stop, size) if self._extra_keys else {}
         return TokenSpan(self._spans[-1] if self._spans else None, start, stop, tokens, extra_keys)
+
+
+def _can_grow(span: TokenSpan, start: int, stop: int) -> bool:
+    """Whether a request's last span can take in hash blocks ``[start, stop)``, the next. Where it ends behind them, it
+    goes on with another request's tokens."""
+    return span.stop == start and stop - span.start <= MAX_GROWN_BLOCKS
+
+
+def _grow(span: TokenSpan, stop: int, tokens: bytes, extra_keys: dict[int, BlockExtraKeys]) -> None:
+    span.tokens += tokens
+    span.stop = stop
+    if extra_keys:
+        span.extra_keys.update(extra_keys)

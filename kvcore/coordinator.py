@@ -143,6 +143,7 @@ class KVCacheCoordinator(ABC):
                 manager.ends.note(request_id, request.num_tokens)
                 if self._parting is not None and self._parting[0] is request:
                     manager.ends.note(request_id, self._parting[1])
+        self._parting = None  # else a request would live on after its end
         if num_external_computed_tokens:
             self.append_new_blocks(request_id, self.num_new_blocks(request_id, total_computed_tokens))
 

@@ -10,7 +10,8 @@ from kvcore.checks import check_computed, check_same_request, check_slots
 from kvcore.coordinator import KVCacheCoordinator
 from kvcore.errors import UnknownRequestError
 from kvcore.kv_cache_blocks import KVCacheBlocks
-from kvcore.request import RequestId, RequestLike
+from kvcore.request import RequestId, RequestLike, takes_part_in_caching
+from kvcore.single_type.base import NEVER
 
 
 class Holder:
@@ -56,7 +57,9 @@ class Holder:
 
     def note_registered(self) -> None:
         """Finds out anew when the next block is to be registered. O(groups)."""
-        self.register_at = self._coordinator.next_register_at(self.request.request_id)
+        self.register_at = NEVER
+        if takes_part_in_caching(self.request):
+            self.register_at = self._coordinator.next_register_at(self.request.request_id)
         self._find_quiet_tokens()
 
     def _find_quiet_tokens(self) -> None:
@@ -78,7 +81,7 @@ class Holder:
         """
         request, coordinator, longest = self.request, self._coordinator, self._max_model_len
         request_id = request.request_id
-        known = request.num_tokens  # read before anything changes, as all that is the caller's
+        known = request.num_tokens
         computed = request.num_computed_tokens
         if computed > longest:
             computed = longest

@@ -187,6 +187,8 @@ class BlockHasher:
 
     def _token_hashes(self, parent: bytes, token_ids: array[int], start: int, stop: int) -> list[bytes]:
         """Of blocks without extra keys."""
+        if start == stop:
+            return []
         length = 4 * self.block_size
         digest = self._digest
         if packed_blocks is not None and digest is xxhash.xxh3_128_digest and len(parent) == 16:

@@ -23,7 +23,7 @@ from kvcore.eviction import PolicyChoice, policy_name
 from kvcore.growth import Growth, Holder, find_holder, grow_each
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager_log import ManagerLog
-from kvcore.request import RequestId, RequestLike
+from kvcore.request import RequestId, RequestLike, takes_part_in_caching
 from kvcore.residency import Residency
 from kvcore.snapshot import Snapshot
 from kvcore.snapshot_take import take_snapshot
@@ -148,16 +148,16 @@ class KVCacheManager:
         :meth:`allocate_slots`.
 
         At most ``num_tokens - 1`` tokens: the last one is always computed, since its logits are wanted (rule 6).
-        O(hit blocks).
+        O(hit blocks); of a prompt that misses, a look for each window.
 
         Returns:
             The blocks found for each group, and the number of tokens they cover, the same in every group.
 
         Raises:
+            RequestProtocolError: A request of your own class lacks what is read of it, or has it in another type.
             ConfigError: The request is hashed at another block size than the manager's.
         """
-        takes_part = getattr(request, "block_hasher", True) is not None
-        if not self.enable_caching or not takes_part:
+        if not self.enable_caching or not takes_part_in_caching(request):
             return self.empty_kv_cache_blocks, 0
         check_protocol(request, events=self.block_pool.enable_kv_cache_events)
         check_hashes(request, self.coordinator.hash_block_size)
@@ -207,7 +207,8 @@ class KVCacheManager:
             num_external_computed_tokens: Tokens after the hits whose keys and values come from elsewhere.
             delay_cache_blocks: Register nothing yet; :meth:`cache_blocks` will, when the data has arrived.
             full_sequence_must_fit: Refuse unless all of ``num_tokens`` would fit now.
-            reserved_blocks: Leave that many blocks free.
+            reserved_blocks: Leave that many blocks free. Where fewer are, even a step that needs none is refused, as in
+                vLLM.
 
         Returns:
             The new blocks for each group, without the hits and the blocks of external tokens (:meth:`get_blocks` has
@@ -222,6 +223,8 @@ class KVCacheManager:
             HitHandoverError: Hits for a running request, or from a cache that is off.
             StaleHitError: Hits that were evicted since the lookup.
             ForeignBlockError: Hits of another pool.
+            RequestProtocolError: A request of your own class lacks what is read of it, or has it in another type.
+            ConfigError: The request is hashed at another block size than the manager's.
         """
         holder = self._holders.get(request.request_id)
         if (

@@ -84,8 +84,7 @@ class CacheMetrics:
             self.totals.add(stats)
             self.recent.observe(stats)
             self.num_resets += stats.reset
-        # To the index, a reset is one removal more.
-        self.num_evictions = self._index.num_removals - self._removals_before - self.num_resets
+        self.num_evictions = self._index.num_removals - self._removals_before
         if self.block_lives is not None:
             self.block_lives.step(reset=stats.reset)
         if self.call_times is not None:

@@ -23,10 +23,12 @@ class PrefixIndex:
     ones wait aside in the order they came, and take its place when it goes.
 
     Attributes:
-        num_removals: Blocks that ever left the index; while it stands still, what a lookup found is still there.
+        generation: While it stands still, what a lookup found is still there.
+        num_removals: Blocks that ever left the index one by one, and not because all were forgotten.
     """
 
     def __init__(self) -> None:
+        self.generation = 0
         self.num_removals = 0
         self._tables: defaultdict[int, dict[bytes, KVCacheBlock]] = defaultdict(dict)
         self._duplicates: dict[tuple[bytes, int], dict[int, KVCacheBlock]] = {}
@@ -37,7 +39,8 @@ class PrefixIndex:
 
     def get(self, prefix_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """The block registered first under the hash, or None. O(1)."""
-        return self.table(group_id).get(prefix_hash)
+        table = self._tables.get(group_id)
+        return None if table is None else table.get(prefix_hash)
 
     def add(
         self, request: RequestLike, table: Sequence[KVCacheBlock], position: int, scale: int, group_id: int
@@ -133,6 +136,7 @@ class PrefixIndex:
             table = self._tables[group_id]
             for prefix_hash in hashes:
                 del table[prefix_hash]
+        self.generation += 1
         self.num_removals += len(hashes)
 
     def _remove_one_of_several(self, prefix_hash: bytes, block: KVCacheBlock, group_id: int) -> None:
@@ -150,7 +154,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forgets every block. O(entries)."""
-        self.num_removals += 1
+        self.generation += 1
         for block in self:
             clear_notes(block if block.run is None else block.run)
         for table in self._tables.values():

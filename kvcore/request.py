@@ -40,6 +40,11 @@ class RequestLike(Protocol):
         """What the hashes stand for, None if they are to be trusted alone."""
 
 
+def takes_part_in_caching(request: RequestLike) -> bool:
+    """Whether blocks of a request are ever looked up or registered: not if it says that nobody hashes it."""
+    return getattr(request, "block_hasher", True) is not None
+
+
 class EventRequest(RequestLike, Protocol):
     """What is read besides when KV events are on."""
 

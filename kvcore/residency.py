@@ -70,7 +70,7 @@ class Residency:
         request = as_request(prefix, block_hasher)
         blocks, num_tokens = self._look_up(request, request.num_tokens)
         held = _held(blocks)
-        num_pinned = len(self.counts.keys() | {block.block_id for block in held})
+        num_pinned = len(self.counts) + sum(block.block_id not in self.counts for block in held)
         if num_pinned > self.max_pinned_blocks:
             raise PinError(
                 f"with {num_tokens} tokens of {request.request_id!r}, {num_pinned} blocks would be pinned, and "
@@ -92,7 +92,10 @@ class Residency:
         held = self._pins.pop(pin, None)
         if held is None:
             raise PinError(f"a prefix of {pin.num_tokens} tokens is not pinned here: it was unpinned before")
-        self.counts -= Counter(block.block_id for block in held)
+        for block in held:
+            self.counts[block.block_id] -= 1
+            if not self.counts[block.block_id]:
+                del self.counts[block.block_id]
         self._coordinator.block_pool.give_back(held)
 
     def expect(self, request: RequestLike) -> int:

@@ -87,6 +87,8 @@ static PyObject *hash_chain(PyObject *module, PyObject *args)
     else if (block_length < 1 || start < 0 || stop < start || stop > tokens.len / block_length)
         PyErr_Format(
             PyExc_ValueError, "no blocks %zd to %zd of %zd bytes in %zd", start, stop, block_length, tokens.len);
+    else if (start == stop)
+        hashes = PyList_New(0);
     else if (!(input = PyMem_Malloc(HASH_LENGTH + block_length)))
         PyErr_NoMemory();
     else {

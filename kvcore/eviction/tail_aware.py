@@ -24,7 +24,7 @@ class TailAwareLRU(Segments):
         num_spare_blocks: How many blocks at the end of a prompt may go early.
 
     Raises:
-        CountError: Not a positive whole number.
+        ConfigError: Not a positive whole number.
     """
 
     def __init__(self, num_spare_blocks: int = 4) -> None:

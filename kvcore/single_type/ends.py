@@ -1,8 +1,8 @@
 """Which blocks of a window are worth keeping: those at which a later prompt can join in.
 
 With a window, a hit needs the last blocks before its end and nothing else. Most blocks of a long prompt stand before no
-end that anyone will ask for; kept like the others, they push out those that do (`all` in the table), until no group has
-what the others still have. So blocks that no known end needs are overwritten first. Known ends of a request are:
+end that anyone will ask for; kept like the others, they push out those that do, until no group has what the others
+still have. So blocks that no known end needs are overwritten first. Known ends of a request are:
 
 - where it was hit itself: others may begin as it did,
 - where full attention could have gone on but the windows were gone: two prompts part there,

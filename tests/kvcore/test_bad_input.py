@@ -44,6 +44,7 @@ from kvcore import (
     UnknownRequestError,
 )
 from kvcore.block_run import note
+from kvcore.extra_keys import ExtraKeys
 
 HASHER = BlockHasher(4)
 FULL = FullAttentionSpec(4, 1, 1, "bfloat16")
@@ -893,7 +894,31 @@ class OwnRequest:
         self.block_hashes = block_hashes
 
 
+class OwnEventRequest(OwnRequest):
+    token_ids = range(13)
+
+    def __init__(self, **attributes: object) -> None:
+        super().__init__(13, BlockHasher(4).hash_tokens(self.token_ids))
+        self.extra_keys: object = ExtraKeys(None, (), None)
+        vars(self).update(attributes)
+
+
 class TestRequests:
+    @pytest.mark.parametrize(
+        ("attributes", "error"),
+        [
+            ({"extra_keys": None}, "extra_keys of request 'own' must be an ExtraKeys, got a NoneType"),
+            ({"block_contents": []}, "block_contents of request 'own' must be a PrefixContents or None, got a list"),
+            ({"block_hashes": [b"a", b"b", None]}, "block_hashes of request 'own' must be bytes, got a NoneType"),
+        ],
+    )
+    def test_that_have_what_is_read_in_another_type(self, attributes: dict[str, object], error: str) -> None:
+        manager = KVCacheManager(make_config(), 1000, enable_kv_cache_events=True)
+        for call in (manager.get_computed_blocks, lambda request: manager.allocate_slots(request, 13)):
+            with refused(RequestProtocolError, error, manager):
+                call(OwnEventRequest(**attributes))
+        assert manager.allocate_slots(OwnEventRequest(), 13) is not None
+
     @pytest.mark.parametrize("num_tokens", [13.0, "13", None])
     def test_whose_count_of_tokens_is_no_whole_number(self, num_tokens: object) -> None:
         manager = KVCacheManager(make_config(), 1000)

@@ -12,6 +12,7 @@ from kvcore import (
     BlockPool,
     BlockRemoved,
     BlockStored,
+    ConfigError,
     CountError,
     DuplicateBlockError,
     ForeignBlockError,
@@ -200,6 +201,22 @@ class TestRegistering:
             pool.cache_full_blocks(request, own, 0, 2, 4, 0)
         assert [block.block_id for block in pool.prefix_index] == [own[1].block_id]
         pool.check_invariants()
+
+    def test_a_block_that_comes_twice_is_refused_and_none_registered(self) -> None:
+        pool = make_pool(4)
+        block, other = pool.get_new_blocks(2)
+        with pytest.raises(DuplicateBlockError, match="cannot hold 2 blocks of one request"):
+            pool.cache_full_blocks(make_request(range(12)), [block, other, block], 0, 3, 4, 0)
+        assert len(pool.prefix_index) == 0
+        pool.cache_full_blocks(make_request(range(12)), [pool.null_block, pool.null_block, block], 0, 3, 4, 0)
+        pool.check_invariants()
+
+    @pytest.mark.parametrize("block_size", [0, -4, 2, 6])
+    def test_a_block_size_that_hashes_do_not_fit_is_refused(self, block_size: int) -> None:
+        pool = make_pool(4)
+        with pytest.raises(ConfigError, match="block_size must be a multiple of 4, got"):
+            pool.cache_full_blocks(make_request(range(24)), pool.get_new_blocks(2), 0, 2, block_size, 0)
+        assert len(pool.prefix_index) == 0
 
     def test_an_empty_range_registers_nothing(self) -> None:
         pool = make_pool(4, enable_kv_cache_events=True)

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from kvcore import BlockHasher, KVCacheManager, LoRAAdapter, MultiModalItem, Request, StaleHitError
 from kvcore.contents import MAX_GROWN_BLOCKS
-from kvcore.testing import admit, make_manager, table
+from kvcore.spec import KVCacheSpec
+from kvcore.testing import admit, make_manager, make_spec, table
 
 VERIFIED = BlockHasher(4, "xxh3")
 TRUSTED = BlockHasher(4, "xxh3", seed=0, verify_hits=False)
+FRENCH = LoRAAdapter("french", "/adapters/french")
 
 
 def request(name: str, tokens: Iterable[int], hasher: BlockHasher = VERIFIED, **extra: Any) -> Request:
@@ -149,24 +151,51 @@ def test_different_answers_to_one_prompt_are_all_found_to_their_ends() -> None:
         assert hit(manager, request("again", [*mine.all_token_ids, 1])) == 28
 
 
-def test_the_blocks_of_a_long_answer_share_spans() -> None:
-    manager = make_manager(200)
-    mine = request("mine", range(4))
+@pytest.mark.parametrize("groups", [["full"], ["full", make_spec("sliding:600", 8)], [make_spec("full", 8)]], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"lora": FRENCH}, {"mm_items": [MultiModalItem("video", 0, 400)]}], ids=["plain", "adapter", "video"]
+)
+def test_the_blocks_of_a_long_answer_share_spans(groups: list[str | KVCacheSpec], extra: dict[str, Any]) -> None:
+    manager = make_manager(600, groups=groups, hash_block_size=4)
+    mine = request("mine", range(8), **extra)
     admit(manager, mine)
-    for token in range(4 * 129):
+    for token in range(4 * 128):
+        mine.append_output_token_ids(token)
+        assert manager.allocate_slots(mine, 1) is not None
+        mine.num_computed_tokens += 1
+    for blocks in manager.get_blocks("mine").blocks:
+        spans = {block.content for block in blocks}
+        assert None not in spans
+        assert len(spans) <= 1 + 128 // MAX_GROWN_BLOCKS + 1
+    manager.check_invariants()
+    assert hit(manager, request("again", [*mine.all_token_ids, 1], **extra)) == 4 * 130
+    # The last token differs, and a hit ends where every group has a block.
+    aligned = manager.coordinator.single_type_managers[0].alignment_tokens
+    other = colliding("other", [*mine.all_token_ids[:-1], 0, 1], mine, **extra)
+    assert hit(manager, other) == 4 * 129 // aligned * aligned
+
+
+def test_another_adapter_is_told_apart_inside_a_span_that_grew() -> None:
+    manager = make_manager(200)
+    mine = request("mine", range(8), mm_items=[MultiModalItem("image", 45, 3)])
+    admit(manager, mine)
+    for token in range(80):
         mine.append_output_token_ids(token)
         assert manager.allocate_slots(mine, 1) is not None
         mine.num_computed_tokens += 1
     (blocks,) = manager.get_blocks("mine").blocks
-    assert len({block.content for block in blocks}) <= 1 + 129 // MAX_GROWN_BLOCKS + 1
-    assert hit(manager, request("again", [*mine.all_token_ids, 1])) == 4 * 130
+    assert blocks[10].content is blocks[12].content  # the image lies in the block between them
+    tokens = [*mine.all_token_ids, 1]
+    assert hit(manager, request("same", tokens, mm_items=[MultiModalItem("image", 45, 3)])) == 88
+    assert hit(manager, colliding("other", tokens, mine, mm_items=[MultiModalItem("another", 45, 3)])) == 44
+    assert hit(manager, colliding("none", tokens, mine)) == 44
 
 
 @pytest.mark.parametrize(
     "extra",
     [
         {"cache_salt": "another tenant"},
-        {"lora": LoRAAdapter("french", "/adapters/french")},
+        {"lora": FRENCH},
         {"mm_items": [MultiModalItem("image", 1, 2)]},
     ],
     ids=["salt", "adapter", "image"],

@@ -14,6 +14,7 @@ from kvcore import (
     CountError,
     DuplicateRequestError,
     FullAttentionSpec,
+    KVCacheBlocks,
     KVCacheConfig,
     KVCacheError,
     KVCacheGroupSpec,
@@ -24,6 +25,7 @@ from kvcore import (
     SlidingWindowSpec,
     UnknownRequestError,
 )
+from kvcore.growth import Holder
 
 FULL = FullAttentionSpec(4, 1, 1, "float32")
 WINDOW = SlidingWindowSpec(4, 1, 1, "float32", 6)
@@ -103,6 +105,19 @@ def test_requests_inside_their_last_block_get_nothing_and_are_counted() -> None:
     requests = start(manager, [5, 6])
     growth = manager.grow(requests)
     assert (growth.num_grown, growth.new_blocks) == (2, {})
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])
+def test_a_request_without_a_hasher_has_nothing_to_register(
+    specs: tuple[KVCacheSpec, ...],
+) -> None:
+    coordinator = make_manager(50, specs).coordinator
+    for hasher, quiet_tokens in ((HASHER, 8), (None, 9)):
+        request = Request(hasher, range(6), block_hasher=hasher)
+        coordinator.admit(request, ((),) * len(specs), 0, 0)
+        coordinator.append_new_blocks(hasher, [2] * len(specs))
+        coordinator.cache_blocks(request, 6)
+        assert Holder(request, coordinator, 1000, KVCacheBlocks(((),))).quiet_tokens == quiet_tokens
 
 
 def test_no_requests_are_no_work() -> None:

@@ -77,6 +77,11 @@ class TestWhatAHashIs:
         hasher.extend(hashes, array("I", tokens), keys)
         assert hashes == expected
 
+    @every_algorithm
+    @pytest.mark.parametrize("block_size", [2**38, 2**80])
+    def test_a_block_size_that_no_sequence_fills_costs_nothing(self, algorithm: str, block_size: int) -> None:
+        assert BlockHasher(block_size, algorithm).hash_tokens([1, 2]) == []
+
     @pytest.mark.parametrize("root", [b"", b"of another length than all others"])
     def test_a_root_of_any_length_will_do(self, root: bytes) -> None:
         hasher = BlockHasher(2, "xxh3")

@@ -8,7 +8,7 @@ import pytest
 
 from kvcore import BlockRemoved, ConfigError, PrefixCacheStats
 from kvcore.metrics import CacheMetrics
-from kvcore.testing import admit, make_manager, make_request
+from kvcore.testing import admit, cache_prompt, make_manager, make_request
 from tests.kvcore.random_worker import RandomWorker
 
 
@@ -37,6 +37,16 @@ def test_evictions_are_counted_and_a_reset_is_none() -> None:
         assert metrics.num_evictions == removed
     assert metrics.num_resets == resets > 0
     assert removed > 500
+
+
+def test_resets_between_two_steps_are_no_evictions() -> None:
+    manager = make_manager(20, log_stats=True)
+    metrics = CacheMetrics(manager)
+    cache_prompt(manager, "a", range(10))
+    assert manager.reset_prefix_cache()
+    assert manager.reset_prefix_cache()
+    metrics.step()
+    assert (metrics.num_resets, metrics.num_evictions) == (1, 0)
 
 
 def test_only_what_happens_after_it_was_made_counts() -> None:

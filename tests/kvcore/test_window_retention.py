@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -120,6 +122,18 @@ def test_what_a_window_leaves_behind_goes_before_all_else_and_can_be_hit_until_t
     assert manager.get_computed_blocks(make_request("b", range(9), manager))[1] == 8
     manager.free(request)
     assert_eviction_order(manager, [3, 2, 1, 6, 7, 8, 9, 10, 11, 4, 5])
+
+
+@pytest.mark.parametrize("window_retention", ["all", "ends"])
+def test_a_request_is_forgotten_when_it_is_free(window_retention: str) -> None:
+    manager = make_manager(30, groups=["full", "sliding:5"], window_retention=window_retention)
+    request = make_request("a", range(20), manager)
+    admit(manager, request)
+    manager.free(request)
+    alive = weakref.ref(request)
+    del request
+    gc.collect()
+    assert alive() is None
 
 
 def test_full_attention_keeps_its_order() -> None:
