@@ -6,6 +6,7 @@ shared, and which one to overwrite next. It never touches a tensor.
 
 from kvcore.block_pool import BlockPool
 from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.contents import PrefixContents
 from kvcore.coordinator import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
@@ -34,12 +35,12 @@ from kvcore.errors import (
     UnknownRequestError,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from kvcore.extra_keys import LoRAAdapter, MultiModalItem
+from kvcore.extra_keys import ExtraKeys, LoRAAdapter, MultiModalItem
 from kvcore.growth import Growth
 from kvcore.hashing import BlockHasher
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
-from kvcore.request import Request, RequestLike
+from kvcore.request import EventRequest, Request, RequestLike
 from kvcore.residency import Pin
 from kvcore.single_type import (
     ChunkedLocalAttentionManager,
@@ -78,7 +79,9 @@ __all__ = [
     "DoubleFreeError",
     "DuplicateBlockError",
     "DuplicateRequestError",
+    "EventRequest",
     "ExtraKeyError",
+    "ExtraKeys",
     "FileFormatError",
     "ForeignBlockError",
     "FreeKVCacheBlockQueue",
@@ -106,6 +109,7 @@ __all__ = [
     "Pin",
     "PinError",
     "PrefixCacheStats",
+    "PrefixContents",
     "QueueError",
     "Request",
     "RequestLike",
