@@ -99,6 +99,7 @@ class Admission:
                 return None
         if not coordinator.has_room(num_tokens, hits.blocks, computed, num_free_blocks - reserved_blocks):
             return None
+        len(request.block_hashes)  # as Holder.read_hashes
         coordinator.admit(request, hits.blocks, computed, num_external_computed_tokens)
         groups = coordinator.append_new_blocks(request_id, coordinator.num_new_blocks(request_id, num_tokens))
         if not delay_cache_blocks:

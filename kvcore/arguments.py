@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import ArgumentTypeError
 from fractions import Fraction
 
@@ -28,6 +29,12 @@ def number_of_bytes(text: str) -> int:
     if value < 1:
         raise ArgumentTypeError(f"expected at least one byte, got {text!r}")
     return value
+
+
+def find_modules_here() -> None:
+    """Modules of one's own are found where the command is run, as they are with ``python -m``."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def count(text: str) -> int:

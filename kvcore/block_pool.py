@@ -17,6 +17,7 @@ from kvcore.errors import (
     DuplicateBlockError,
     ForeignBlockError,
     OutOfBlocksError,
+    shown,
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvcore.eviction import LRU, PolicyChoice, free_block_queue, make_policy
@@ -386,7 +387,9 @@ class BlockPool:
         ids: list[Any] = list(block_ids)  # compiled code would refuse other types without a word on what is right
         for block_id in ids:
             if not isinstance(block_id, int) or not 0 <= block_id < len(self.blocks):
-                raise ForeignBlockError(f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {block_id!r}")
+                raise ForeignBlockError(
+                    f"block ids of this pool go from 0 to {len(self.blocks) - 1}, got {shown(block_id)}"
+                )
         blocks = [self.blocks[block_id] for block_id in dict.fromkeys(ids)]
         blocks = [block for block in blocks if block.prefix_hash is not None]
         for group_id, of_group in groupby(blocks, lambda block: block.group_id):
@@ -485,7 +488,7 @@ def _stored_event(
     return BlockStored(
         block_hashes=[hashes[(i + 1) * scale - 1] for i in stored],
         parent_block_hash=hashes[blocks.start * scale - 1] if blocks.start else None,
-        token_ids=list(request.token_ids[blocks.start * block_size : blocks.stop * block_size]),
+        token_ids=[int(token) for token in request.token_ids[blocks.start * block_size : blocks.stop * block_size]],
         block_size=block_size,
         lora_name=extra_keys.lora.name if extra_keys.lora else None,
         extra_keys=[untagged(keys[i]) if i in keys else None for i in stored] or None,

@@ -13,8 +13,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import ConfigError, CountError, DuplicateRequestError, UnknownRequestError
+from kvcore.errors import (
+    ConfigError,
+    CountError,
+    DuplicateRequestError,
+    HitHandoverError,
+    KVCacheError,
+    UnknownRequestError,
+)
 from kvcore.kv_cache_blocks import KVCacheBlocks
+from kvcore.request import RequestId
 from kvcore.spec import KVCacheConfig, cdiv
 
 Int32Array = npt.NDArray[np.int32]
@@ -63,16 +71,25 @@ class BlockTable:
         """
         if not block_ids:
             return
-        start = int(self.num_blocks[self._checked(row)])
+        self.require_room(row, len(block_ids))
+        start = int(self.num_blocks[row])
         stop = start + len(block_ids)
-        if stop > self.array.shape[1]:
-            raise CountError(
-                f"row {row} holds {start} blocks and cannot take {len(block_ids)} more: "
-                f"max_num_blocks is {self.array.shape[1]}"
-            )
         self.array[row, start:stop] = block_ids
         self.num_blocks[row] = stop
         self._changed.add(row)
+
+    def require_room(self, row: int, num_blocks: int) -> None:
+        """Makes sure that a row can take so many more blocks. O(1).
+
+        Raises:
+            CountError: No such row, or it would get too long.
+        """
+        held = int(self.num_blocks[self._checked(row)])
+        if held + num_blocks > self.array.shape[1]:
+            raise CountError(
+                f"row {row} holds {held} blocks and cannot take {num_blocks} more: "
+                f"max_num_blocks is {self.array.shape[1]}"
+            )
 
     def clear(self, row: int) -> None:
         """Empties a row. O(1).
@@ -100,17 +117,20 @@ class BlockTable:
             Slots, [num_tokens], int64.
 
         Raises:
-            CountError: A position that its row has no block for.
+            CountError: No such row, or a position that its row has no block for.
         """
         rows = np.asarray(rows, dtype=np.int64)
         positions = np.asarray(positions, dtype=np.int64)
+        if rows.size and not (rows.min() >= 0 and rows.max() < len(self.num_blocks)):
+            raise CountError(f"rows go from 0 to {len(self.num_blocks) - 1}, got {rows.min()} to {rows.max()}")
         columns, offsets = np.divmod(positions, self.block_size)
         bad = (columns >= self.num_blocks[rows]) | (positions < 0)
         if bad.any():
             first = int(bad.argmax())
             raise CountError(
                 f"row {rows[first]} has no block for position {positions[first]}: it holds "
-                f"{self.num_blocks[rows[first]]} blocks of {self.block_size} tokens; append what the manager returned"
+                f"{self.num_blocks[rows[first]]} blocks of {self.block_size} tokens; append what the manager returned, "
+                "which beyond its max_model_len is nothing"
             )
         slots: Int64Array = self.array[rows, columns].astype(np.int64) * self.block_size + offsets
         return slots
@@ -140,18 +160,18 @@ class BlockTables:
             )
             for group in kv_cache_config.kv_cache_groups
         ]
-        self._rows: dict[str, int] = {}
+        self._rows: dict[RequestId, int] = {}
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     def __len__(self) -> int:
         """Requests that have a row."""
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[RequestId]:
         """Their ids."""
         return iter(self._rows)
 
-    def row(self, request_id: str) -> int:
+    def row(self, request_id: RequestId) -> int:
         """The row of a request. O(1).
 
         Raises:
@@ -162,12 +182,13 @@ class BlockTables:
         except KeyError:
             raise UnknownRequestError(f"request {request_id!r} has no row: add it first") from None
 
-    def add(self, request_id: str, blocks: KVCacheBlocks) -> int:
+    def add(self, request_id: RequestId, blocks: KVCacheBlocks) -> int:
         """Gives a request a row with all of its blocks so far (``KVCacheManager.get_blocks``). O(blocks).
 
         Raises:
             DuplicateRequestError: It has one already.
             CountError: No row is free, or its blocks are more than a row holds; it has no row then.
+            HitHandoverError: These are no blocks for each group; it has no row then.
         """
         if request_id in self._rows:
             raise DuplicateRequestError(f"request {request_id!r} has a row already: remove it first")
@@ -178,22 +199,32 @@ class BlockTables:
             table.clear(row)
         try:
             self.append(request_id, blocks)
-        except CountError:
+        except KVCacheError:
             self.remove(request_id)
             raise
         return row
 
-    def append(self, request_id: str, new_blocks: KVCacheBlocks) -> None:
+    def append(self, request_id: RequestId, new_blocks: KVCacheBlocks) -> None:
         """Adds what ``allocate_slots`` or ``grow`` returned for a running request. O(new blocks).
 
         Raises:
             UnknownRequestError: It has no row.
+            CountError: Its row would get too long; nothing was added.
+            HitHandoverError: These are no blocks for each group; nothing was added.
         """
         row = self.row(request_id)
-        for table, block_ids in zip(self.tables, new_blocks.get_block_ids(), strict=True):
+        if not isinstance(new_blocks, KVCacheBlocks) or len(new_blocks.blocks) != len(self.tables):
+            raise HitHandoverError(
+                f"a row takes what allocate_slots, grow or get_blocks returned, KVCacheBlocks of {len(self.tables)} "
+                f"groups; got {new_blocks!r}"
+            )
+        groups = new_blocks.get_block_ids()
+        for table, block_ids in zip(self.tables, groups, strict=True):
+            table.require_room(row, len(block_ids))
+        for table, block_ids in zip(self.tables, groups, strict=True):
             table.append(row, block_ids)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, request_id: RequestId) -> None:
         """Gives a request's row back. O(groups).
 
         Raises:

@@ -14,6 +14,7 @@ from kvcore.errors import (
     HitHandoverError,
     RequestProtocolError,
     UnknownRequestError,
+    shown,
 )
 from kvcore.extra_keys import ExtraKeys
 from kvcore.kv_cache_blocks import KVCacheBlocks
@@ -25,7 +26,7 @@ def check_counts(names: str, *counts: int) -> None:
     for position, count in enumerate(counts):
         if not isinstance(count, int) or count < 0:
             name = names.split()[position]
-            raise CountError(f"{name} must be a whole number and not negative, got {count!r}")
+            raise CountError(f"{name} must be a whole number and not negative, got {shown(count)}")
 
 
 def check_blocks(hits: object) -> None:
@@ -56,7 +57,11 @@ def check_computed(request: RequestLike, num_new_computed_tokens: int) -> None:
     """A request cannot have more computed tokens than tokens."""
     check_num_tokens(request)
     computed = request.num_computed_tokens
-    if not isinstance(computed, int) or computed < 0 or computed + num_new_computed_tokens > request.num_tokens:
+    if not isinstance(computed, int):
+        raise ComputedTokensError(
+            f"num_computed_tokens of request {request.request_id!r} must be a whole number, got {shown(computed)}"
+        )
+    if computed < 0 or computed + num_new_computed_tokens > request.num_tokens:
         raise ComputedTokensError(
             f"request {request.request_id!r} has {request.num_tokens} tokens: it cannot have {computed} computed ones "
             f"and {num_new_computed_tokens} that are computed now; check num_computed_tokens"
@@ -140,7 +145,8 @@ def check_slots(request: RequestLike, num_slots: int) -> None:
     if request.num_computed_tokens > num_slots:
         raise ComputedTokensError(
             f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens and slots for "
-            f"{num_slots}: count the tokens of a step as computed only if allocate_slots gave it blocks"
+            f"{num_slots}: count tokens as computed only if allocate_slots was asked for them and did not answer None; "
+            "beyond max_model_len it gives no slots"
         )
 
 

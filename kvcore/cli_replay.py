@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcore.arguments import count, number_of_bytes
+from kvcore.arguments import count, find_modules_here, number_of_bytes
 from kvcore.errors import ConfigError, FileFormatError
 from kvcore.eviction import POLICIES
 from kvcore.planning_hf import plan_from_hf_config
@@ -102,8 +102,7 @@ def _replay(args: argparse.Namespace) -> str:
         check_chart(args.chart)
     if (args.memory is None) != (args.config is None):
         raise ConfigError("--memory SIZE and --config FILE go together: how large a block is depends on the model")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: a policy of one's own lies where the command is run
+    find_modules_here()
     for policy in args.policy:
         find_policy(policy)
     parse = LineParser(args.block_size, load_tokenizer(args.tokenizer) if args.tokenizer else None)

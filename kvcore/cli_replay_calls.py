@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcore.arguments import count
+from kvcore.arguments import count, find_modules_here
 from kvcore.cli_inspect import write_page
 from kvcore.errors import ConfigError
 from kvcore.replay_calls import ReplayedCalls, replay_calls
+from kvcore.replay_many import find_policy
 from kvcore.snapshot import save_snapshots
 from kvcore.snapshot_html import snapshots_to_html
 
@@ -27,6 +28,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--check", action="store_true", help="check the books after every call (slow for large pools)")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="evict by this instead: a policy of kvcore, or module:Class for the policy of your own that was recorded",
+    )
     parser.add_argument("--html", metavar="PAGE", help="write the pool after each of the last calls as a web page")
     parser.add_argument("--snapshots", metavar="OUT", help="write the same for kvcore inspect")
     parser.add_argument("--last", type=count, default=100, metavar="N", help="how many calls these show (default: 100)")
@@ -35,7 +41,11 @@ def add_parser(commands: Any) -> None:
 
 def _replay(args: argparse.Namespace) -> str:
     wanted = args.last if args.html or args.snapshots else 0
-    replayed = replay_calls(args.file, num_snapshots=wanted, check_invariants=args.check)
+    policy = None
+    if args.policy is not None:
+        find_modules_here()
+        policy = find_policy(args.policy)
+    replayed = replay_calls(args.file, eviction_policy=policy, num_snapshots=wanted, check_invariants=args.check)
     lines = [_summary(replayed)]
     if replayed.torn:
         lines.append(replayed.torn)

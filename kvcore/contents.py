@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from typing import Any
 
+from kvcore.errors import RequestProtocolError
 from kvcore.extra_keys import BlockExtraKeys, ExtraKeys
 
 MAX_SPAN_BLOCKS = 128
@@ -50,14 +51,22 @@ class PrefixContents:
     """The contents of one request's hash blocks, as spans.
 
     Args:
-        token_ids: The request's packed tokens, read when needed, as they grow.
+        token_ids: The request's packed tokens (:func:`kvcore.hashing.pack_tokens`), read when needed, as they grow.
         extra_keys: Its extra keys.
         block_size: Tokens per hash block.
+
+    Raises:
+        RequestProtocolError: Tokens or extra keys of another type.
     """
 
     __slots__ = ("_block_size", "_extra_keys", "_spans", "_token_ids")
 
     def __init__(self, token_ids: array[int], extra_keys: ExtraKeys, block_size: int) -> None:
+        if not isinstance(token_ids, array) or token_ids.typecode != "I" or not isinstance(extra_keys, ExtraKeys):
+            raise RequestProtocolError(
+                "PrefixContents takes a request's tokens as an array('I'), which kvcore.hashing.pack_tokens makes, and "
+                f"its ExtraKeys; got a {type(token_ids).__name__} and a {type(extra_keys).__name__}"
+            )
         self._token_ids = token_ids
         self._extra_keys = extra_keys
         self._block_size = block_size

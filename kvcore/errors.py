@@ -15,6 +15,11 @@ class KVCacheError(Exception):
     __str__ = Exception.__str__  # KeyError would show its message in quotes
 
 
+def shown(value: object) -> str:
+    """A value for a message; a whole number of another type, as numpy's are, with what to do about it."""
+    return f"{value!r}: make it an int()" if hasattr(value, "__index__") and not isinstance(value, int) else repr(value)
+
+
 class ConfigError(KVCacheError, ValueError):
     """A configuration that cannot work: no groups, a block size of zero, a window of zero, too little memory."""
 
@@ -48,7 +53,8 @@ class DuplicateRequestError(KVCacheError, ValueError):
 
 
 class HitHandoverError(KVCacheError, ValueError):
-    """Hits offered to a request that cannot take them: it is running, it has no hashes, or caching is off."""
+    """Blocks offered to a request that cannot take them: it is running, it has no hashes, caching is off, or they are
+    not those of a cache with these groups."""
 
 
 class StaleHitError(KVCacheError, ValueError):

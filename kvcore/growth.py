@@ -62,6 +62,10 @@ class Holder:
             self.register_at = self._coordinator.next_register_at(self.request.request_id)
         self._find_quiet_tokens()
 
+    def read_hashes(self) -> None:
+        """Lets a request that hashes when it is asked refuse its tokens now, and not in the middle of a change."""
+        len(self.request.block_hashes)
+
     def _find_quiet_tokens(self) -> None:
         self.quiet_tokens = self.num_slots + 1 if self.num_slots < self.register_at else self.register_at
 
@@ -88,6 +92,14 @@ class Holder:
         num_tokens = computed + num_new_tokens + num_lookahead_tokens
         if num_tokens > longest:
             num_tokens = longest
+        num_finished_tokens = computed + num_new_tokens
+        if num_finished_tokens > num_tokens:
+            num_finished_tokens = num_tokens
+        if num_finished_tokens > known:
+            num_finished_tokens = known
+        registers = num_finished_tokens >= self.register_at and not delay_cache_blocks
+        if registers:
+            self.read_hashes()
         if computed >= self.skip_at:
             coordinator.tell_policy(request)
             coordinator.remove_skipped_blocks(request_id, computed)
@@ -106,12 +118,7 @@ class Holder:
                 new_blocks = KVCacheBlocks(coordinator.append_new_blocks(request_id, num_new_blocks))
                 self.num_slots = coordinator.num_slots(request_id)
                 self._find_quiet_tokens()
-        num_finished_tokens = computed + num_new_tokens
-        if num_finished_tokens > num_tokens:
-            num_finished_tokens = num_tokens
-        if num_finished_tokens > known:
-            num_finished_tokens = known
-        if num_finished_tokens >= self.register_at and not delay_cache_blocks:
+        if registers:
             coordinator.cache_blocks(request, num_finished_tokens)
             self.note_registered()
         return new_blocks
@@ -176,6 +183,8 @@ def grow_each(
             _refuse(holders, request)
         if computed + num_more >= holder.quiet_tokens or computed >= holder.skip_at:
             due.append((index, holder))
+            if computed + num_new_tokens >= holder.register_at:
+                holder.read_hashes()
     new_blocks: dict[int, KVCacheBlocks] = {}
     for index, holder in due:
         blocks = holder.grow(num_new_tokens, num_lookahead_tokens)

@@ -56,7 +56,7 @@ class CacheCollector(Collector):
         yield self._gauge("kv_cache_cached_prefixes", "Prefixes that can be hit.", len(pool.prefix_index))
         yield self._counter("kv_cache_evictions", "Cached blocks overwritten, or evicted by id.", metrics.num_evictions)
 
-        yield self._counter("prefix_cache_requests", "Requests looked up.", totals.requests)
+        yield self._counter("prefix_cache_requests", "Lookups, as many for a request as there were.", totals.requests)
         yield self._counter("prefix_cache_queries", "Tokens looked up.", totals.queries)
         yield self._counter("prefix_cache_hits", "Tokens found.", totals.hits)
         again = "of requests that had been preempted."

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import FileFormatError, KVCacheError
+from kvcore.eviction import POLICIES, PolicyChoice
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
 from kvcore.recorded_requests import RequestReader, as_value
@@ -84,6 +85,7 @@ def replay_calls(
     path: str | os.PathLike[str],
     *,
     make_manager: Callable[..., KVCacheManager] = KVCacheManager,
+    eviction_policy: PolicyChoice | None = None,
     num_snapshots: int = 0,
     check_invariants: bool = False,
 ) -> ReplayedCalls:
@@ -95,6 +97,7 @@ def replay_calls(
     Args:
         path: What ``KVCacheManager(record=path)`` wrote.
         make_manager: Called as the class is: to try a change of your own on a recording.
+        eviction_policy: In place of the recorded one: a policy of your own, which a file cannot hold.
         num_snapshots: Keep snapshots after that many calls, the last ones.
         check_invariants: Check the manager's books after every call. O(pool) each.
 
@@ -105,7 +108,7 @@ def replay_calls(
     snapshots_from = sys.maxsize
     if num_snapshots:
         # A snapshot costs as much as many calls: a first run tells where the last ones begin.
-        end = replay_calls(path, make_manager=make_manager).last_line
+        end = replay_calls(path, make_manager=make_manager, eviction_policy=eviction_policy).last_line
         snapshots_from = end - num_snapshots + 1
     last_line = 1
     lines = _lines(path)
@@ -118,7 +121,8 @@ def replay_calls(
             raise FileFormatError(
                 f"it has format {header['kvcore_recording']!r}, this version of kvcore replays {FORMAT}"
             )
-        replay = _Replay(_make_manager(header, make_manager), check_invariants=check_invariants)
+        manager = _make_manager(header, make_manager, eviction_policy)
+        replay = _Replay(manager, check_invariants=check_invariants)
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{os.fspath(path)!r} cannot be replayed: {_say(error)}") from error
     difference = torn = None
@@ -155,11 +159,20 @@ def _say(error: Exception) -> str:
     return str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
 
 
-def _make_manager(header: dict[str, Any], make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
+def _make_manager(
+    header: dict[str, Any], make_manager: Callable[..., KVCacheManager], eviction_policy: PolicyChoice | None
+) -> KVCacheManager:
     groups = [
         KVCacheGroupSpec(group["layer_names"], _SPECS[group["kind"]](**group["spec"])) for group in header["groups"]
     ]
     settings = dict(header["settings"])
+    if eviction_policy is not None:
+        settings["eviction_policy"] = eviction_policy
+    elif (policy := settings["eviction_policy"]) not in POLICIES:
+        raise FileFormatError(
+            f"the manager was made with the policy {policy!r}, which a file cannot hold: pass it as eviction_policy; on "
+            "the command line, --policy module:Class"
+        )
     for name, value in settings.items():
         if isinstance(value, dict):
             raise FileFormatError(

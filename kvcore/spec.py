@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvcore.errors import ConfigError
+from kvcore.errors import ConfigError, shown
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -34,7 +34,7 @@ def require_positive(**sizes: int) -> None:
     """Raises ConfigError unless each size is a whole number of at least 1."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {shown(value)}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from kvcore.hashing import BlockHasher
 from kvcore.kv_cache_blocks import KVCacheBlocks
 from kvcore.manager import KVCacheManager
-from kvcore.request import Request
+from kvcore.request import EventRequest, Request
 from kvcore.spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -186,29 +186,30 @@ def first_position_read(spec: KVCacheSpec, position: int) -> int:
     return 0
 
 
-def prefix_identities(request: Request, draft_token_ids: Sequence[int] = ()) -> list[bytes]:
+def prefix_identities(request: EventRequest, draft_token_ids: Sequence[int] = ()) -> list[bytes]:
     """For each position of a request, and of draft tokens after it, a name for all that decides its keys and values.
 
     That is every token up to and including it, the multi-modal items they stand for, adapter and salt. Two requests
     have the same name at a position exactly if they agree on all of that. Shares no code with the block hashes.
     """
     identities: list[bytes] = []
-    _extend_identities(identities, request, request.all_token_ids)
+    _extend_identities(identities, request, request.token_ids)
     _extend_identities(identities, request, draft_token_ids)
     return identities
 
 
-def _extend_identities(identities: list[bytes], request: Request, token_ids: Sequence[int]) -> None:
+def _extend_identities(identities: list[bytes], request: EventRequest, token_ids: Sequence[int]) -> None:
     """Appends the names of the positions after ``identities``, which hold ``token_ids``."""
+    keys = request.extra_keys
     if identities:
         identity = identities[-1]
     else:
-        lora = request.lora and (request.lora.name, request.lora.path)
-        identity = repr((request.cache_salt or None, lora)).encode()
-    for position, token in enumerate(token_ids, len(identities)):
+        lora = keys.lora and (keys.lora.name, keys.lora.path)
+        identity = repr((keys.cache_salt or None, lora)).encode()
+    for position, token in enumerate(map(int, token_ids), len(identities)):
         covering = [
             (item.identifier, position - item.offset)
-            for item in request.mm_items
+            for item in keys.mm_items
             if item.offset <= position < item.offset + item.length
         ]
         identity = hashlib.blake2b(identity + repr((token, covering)).encode(), digest_size=16).digest()
@@ -219,7 +220,8 @@ class ShadowMemory:
     """What the cache tensors would hold: for each slot of each block, whose keys and values were last written there.
 
     Call :meth:`write` whenever an engine would run its model, and the checks to find out whether attention would read
-    what it should. A request's tokens are never changed, only appended.
+    what it should. A request's tokens are never changed, only appended. A request of a class of your own has to be
+    hashable, and to have the ``token_ids`` and ``extra_keys`` of :class:`kvcore.request.EventRequest`.
 
     Args:
         manager: The manager whose block tables say where things go.
@@ -231,9 +233,9 @@ class ShadowMemory:
         # A block serves one group at a time: what it held for another one is lost at the first write.
         self._group_of: dict[int, int] = {}
         self._slots: dict[int, dict[int, bytes]] = {}
-        self._identities: WeakKeyDictionary[Request, list[bytes]] = WeakKeyDictionary()
+        self._identities: WeakKeyDictionary[EventRequest, list[bytes]] = WeakKeyDictionary()
 
-    def write(self, request: Request, start: int, stop: int, *, draft_token_ids: Sequence[int] = ()) -> None:
+    def write(self, request: EventRequest, start: int, stop: int, *, draft_token_ids: Sequence[int] = ()) -> None:
         """Writes positions ``[start, stop)`` of a request into the slots its block tables give.
 
         Positions past the request's tokens are those of ``draft_token_ids``. A null position takes nothing: its token's
@@ -258,7 +260,7 @@ class ShadowMemory:
                     self._slots[block_id] = {}
                 self._slots[block_id][position % block_size] = identities[position]
 
-    def check_reads(self, request: Request, start: int, stop: int, *, draft_token_ids: Sequence[int] = ()) -> None:
+    def check_reads(self, request: EventRequest, start: int, stop: int, *, draft_token_ids: Sequence[int] = ()) -> None:
         """Makes sure that the tokens at positions ``[start, stop)`` read this request's own prefix, in every group.
 
         Raises:
@@ -269,7 +271,7 @@ class ShadowMemory:
             first = first_position_read(self.specs[group], start)
             self._check_slots(request, group, block_ids, first, stop, identities)
 
-    def check_hit(self, request: Request, blocks: KVCacheBlocks, num_hit_tokens: int) -> None:
+    def check_hit(self, request: EventRequest, blocks: KVCacheBlocks, num_hit_tokens: int) -> None:
         """Makes sure that a lookup's answer is true: what later tokens read is there, what none of them reads is null.
 
         Raises:
@@ -291,7 +293,13 @@ class ShadowMemory:
             self._check_slots(request, group, block_ids, first, num_hit_tokens, identities)
 
     def _check_slots(
-        self, request: Request, group: int, block_ids: Sequence[int], first: int, stop: int, identities: Sequence[bytes]
+        self,
+        request: EventRequest,
+        group: int,
+        block_ids: Sequence[int],
+        first: int,
+        stop: int,
+        identities: Sequence[bytes],
     ) -> None:
         block_size = self.specs[group].block_size
         for position in range(first, stop):
@@ -308,14 +316,14 @@ class ShadowMemory:
                 f"its table is {block_ids}"
             )
 
-    def _identities_of(self, request: Request, stop: int, draft_token_ids: Sequence[int]) -> list[bytes]:
+    def _identities_of(self, request: EventRequest, stop: int, draft_token_ids: Sequence[int]) -> list[bytes]:
         if stop > request.num_tokens + len(draft_token_ids):
             raise AssertionError(
                 f"{request!r} has no position {stop - 1}, with {len(draft_token_ids)} draft tokens after its own"
             )
         known = self._identities.setdefault(request, [])
         if len(known) < request.num_tokens:
-            _extend_identities(known, request, request.all_token_ids[len(known) :])
+            _extend_identities(known, request, request.token_ids[len(known) :])
         if not draft_token_ids:
             return known
         with_drafts = known.copy()

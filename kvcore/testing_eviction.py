@@ -41,7 +41,10 @@ def check_eviction_policy(
 
     Raises:
         AssertionError: What the policy did wrong, and after which steps.
+        ConfigError: This makes no policies.
     """
+    if not callable(make_policy):
+        raise ConfigError(f"check_eviction_policy takes a class of policies, which it calls; got {make_policy!r}")
     for size in num_blocks:
         _check_contract(make_policy, size)
         orders = [

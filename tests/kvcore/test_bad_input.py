@@ -15,12 +15,14 @@ import kvcore
 from kvcore import (
     BlockHasher,
     BlockPool,
+    BlockStored,
     ChunkedLocalAttentionSpec,
     ComputedTokensError,
     ConfigError,
     CountError,
     DoubleFreeError,
     DuplicateRequestError,
+    ExtraKeys,
     ForeignBlockError,
     FreeKVCacheBlockQueue,
     FullAttentionSpec,
@@ -35,6 +37,7 @@ from kvcore import (
     LoRAAdapter,
     MultiModalItem,
     OutOfBlocksError,
+    PrefixContents,
     QueueError,
     Request,
     RequestProtocolError,
@@ -44,7 +47,7 @@ from kvcore import (
     UnknownRequestError,
 )
 from kvcore.block_run import note
-from kvcore.extra_keys import ExtraKeys
+from kvcore.hashing import pack_tokens
 
 HASHER = BlockHasher(4)
 FULL = FullAttentionSpec(4, 1, 1, "bfloat16")
@@ -490,7 +493,7 @@ class TestCounts:
     @pytest.mark.parametrize("argument", ["num_new_computed_tokens", "num_external_computed_tokens"])
     def test_of_computed_tokens_that_are_huge(self, argument: str) -> None:
         manager = make_manager()
-        with refused(ComputedTokensError, "has 6 tokens.* cannot have", manager):
+        with refused(ComputedTokensError, "num_computed_tokens", manager):
             manager.allocate_slots(make_request("a", range(6)), 1, **{argument: 10**30})
 
     @pytest.mark.parametrize("count", [9, 10**30, -1, 6.0, 4.5, math.nan])
@@ -499,7 +502,9 @@ class TestCounts:
         manager = make_manager()
         request = running(manager, "a", num_tokens)
         request.num_computed_tokens = count
-        with refused(ComputedTokensError, f"has {num_tokens} tokens.*check num_computed_tokens", manager):
+        with refused(
+            ComputedTokensError, f"has {num_tokens} tokens.*check num_computed_tokens|num_computed_tokens of", manager
+        ):
             manager.allocate_slots(request, 1)
 
     @pytest.mark.parametrize("count", [7, 10**30, -1, 0.0, 4.5, math.nan, "6", None])
@@ -507,7 +512,7 @@ class TestCounts:
         manager = make_manager()
         request = make_request("a", range(6))
         request.num_computed_tokens = count
-        with refused(ComputedTokensError, "has 6 tokens.*check num_computed_tokens", manager):
+        with refused(ComputedTokensError, "has 6 tokens.*check num_computed_tokens|num_computed_tokens of", manager):
             manager.allocate_slots(request, 1)
 
     def test_of_computed_tokens_that_never_had_a_slot(self) -> None:
@@ -524,7 +529,11 @@ class TestCounts:
         manager = make_manager()
         requests = [running(manager, "a", 4), running(manager, "b", 8), running(manager, "c", 4)]
         requests[1].num_computed_tokens = count
-        with refused(ComputedTokensError, "'b' has 8 tokens.*check num_computed_tokens", manager):
+        with refused(
+            ComputedTokensError,
+            "'b' has 8 tokens.*check num_computed_tokens|num_computed_tokens of request 'b' must",
+            manager,
+        ):
             manager.grow(requests)
 
     @pytest.mark.parametrize("count", NO_COUNTS + NO_NUMBERS)
@@ -919,6 +928,16 @@ class TestRequests:
                 call(OwnEventRequest(**attributes))
         assert manager.allocate_slots(OwnEventRequest(), 13) is not None
 
+    def test_whose_tokens_are_numpy_integers_have_plain_ones_in_events(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        for token_ids in (numpy.arange(13), [*numpy.arange(13)]):
+            manager = KVCacheManager(make_config(), 1000, enable_kv_cache_events=True)
+            assert manager.allocate_slots(OwnEventRequest(token_ids=token_ids), 13) is not None
+            (event,) = manager.take_events()
+            assert isinstance(event, BlockStored)
+            assert event.token_ids == [*range(12)]
+            assert {*map(type, event.token_ids)} == {int}
+
     @pytest.mark.parametrize("num_tokens", [13.0, "13", None])
     def test_whose_count_of_tokens_is_no_whole_number(self, num_tokens: object) -> None:
         manager = KVCacheManager(make_config(), 1000)
@@ -940,6 +959,29 @@ class TestRequests:
             manager.check_invariants()
         manager.free(request)
         assert manager.usage == 0
+
+    def test_counts_of_other_integer_types_are_refused_with_what_to_do(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        manager = make_manager()
+        request = make_request("a", range(9))
+        with refused(CountError, r"num_new_tokens must be .* got .*: make it an int\(\)", manager):
+            manager.allocate_slots(request, numpy.int64(9))
+        with refused(ForeignBlockError, r"got .*: make it an int\(\)", manager):
+            manager.evict_blocks(numpy.array([1, 2]))
+        with pytest.raises(ConfigError, match=r"must be a whole number of at least 1, got .*: make it an int\(\)"):
+            make_manager(max_model_len=numpy.int64(9))
+        assert manager.allocate_slots(request, 9) is not None
+        request.num_computed_tokens = numpy.int64(9)
+        request.append_output_token_ids(1)
+        with refused(ComputedTokensError, r"num_computed_tokens of .* must be .*: make it an int\(\)", manager):
+            manager.allocate_slots(request, 1)
+
+    @pytest.mark.parametrize("token_ids", [list(range(9)), range(9)])
+    def test_contents_of_tokens_that_are_not_packed_are_refused(self, token_ids: Any) -> None:
+        with pytest.raises(RequestProtocolError, match=r"array\('I'\).*; got a "):
+            PrefixContents(token_ids, ExtraKeys(None, (), None), 4)
+        with pytest.raises(RequestProtocolError, match="and its ExtraKeys; got a array and a NoneType"):
+            PrefixContents(pack_tokens(token_ids), None, 4)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("block_hash", [1, "a", memoryview(b"a")])
     def test_whose_hashes_are_not_bytes(self, block_hash: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from kvcore import (
     CountError,
     DuplicateRequestError,
     FullAttentionSpec,
+    HitHandoverError,
     KVCacheBlock,
     KVCacheBlocks,
     KVCacheConfig,
@@ -91,8 +94,35 @@ class TestBlockTable:
         with pytest.raises(CountError, match=f"row {row} has no block for position {position}"):
             table.slot_mapping([0, row], [0, position])
 
+    @pytest.mark.parametrize("row", [-4, -1, 2, 99])
+    def test_a_row_that_is_not_there_has_no_slots(self, row: int) -> None:
+        table = BlockTable(2, 3, 4)
+        table.append(0, [7])
+        with pytest.raises(CountError, match="rows go from 0 to 1, got"):
+            table.slot_mapping([0, row], [3, 3])
+
+    def test_no_tokens_have_no_slots(self) -> None:
+        assert BlockTable(2, 3, 4).slot_mapping([], []).tolist() == []
+
 
 class TestBlockTables:
+    @pytest.mark.parametrize("blocks", [None, ([1], [2]), KVCacheBlocks(((),)), KVCacheBlocks(((), (), ()))], ids=repr)
+    def test_what_is_not_blocks_of_each_group_is_refused_and_takes_no_row(self, blocks: Any) -> None:
+        tables = BlockTables(CONFIG, 1, 100)
+        with pytest.raises(HitHandoverError, match="KVCacheBlocks of 2 groups; got"):
+            tables.add("a", blocks)
+        tables.add("a", KVCacheBlocks(((KVCacheBlock(5),), (KVCacheBlock(6),))))
+        with pytest.raises(HitHandoverError, match="KVCacheBlocks of 2 groups; got"):
+            tables.append("a", blocks)
+        assert [table.num_blocks.tolist() for table in tables.tables] == [[1], [1]]
+
+    def test_a_row_that_would_get_too_long_in_one_group_keeps_its_blocks_in_all(self) -> None:
+        tables = BlockTables(CONFIG, 1, 8)
+        tables.add("a", KVCacheBlocks(((KVCacheBlock(1),), (KVCacheBlock(2), KVCacheBlock(3)))))
+        with pytest.raises(CountError, match="cannot take 1 more"):
+            tables.append("a", KVCacheBlocks(((KVCacheBlock(4),), (KVCacheBlock(5),))))
+        assert [table.num_blocks.tolist() for table in tables.tables] == [[1], [2]]
+
     def test_rows_are_given_out_and_taken_back(self) -> None:
         tables = BlockTables(CONFIG, max_num_reqs=2, max_model_len=40)
         none = KVCacheBlocks(((), ()))

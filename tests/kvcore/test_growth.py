@@ -23,6 +23,7 @@ from kvcore import (
     Request,
     RequestProtocolError,
     SlidingWindowSpec,
+    TokenRangeError,
     UnknownRequestError,
 )
 from kvcore.growth import Holder
@@ -118,6 +119,61 @@ def test_a_request_without_a_hasher_has_nothing_to_register(
         coordinator.append_new_blocks(hasher, [2] * len(specs))
         coordinator.cache_blocks(request, 6)
         assert Holder(request, coordinator, 1000, KVCacheBlocks(((),))).quiet_tokens == quiet_tokens
+
+
+class Hashing:
+    """A request of one's own that hashes when it is asked, and then refuses a token."""
+
+    block_contents = None
+    num_computed_tokens = 0
+
+    def __init__(self, request_id: str, tokens: list[int]) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return BlockHasher(4, "sha256_raw").hash_tokens(self.tokens)
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (WINDOW, FULL)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_token_that_cannot_be_hashed_is_found_before_anything_changes(
+    specs: tuple[KVCacheSpec, ...], lookahead: int
+) -> None:
+    manager = make_manager(60, specs)
+    good, bad = Hashing("good", [*range(20)]), Hashing("bad", [*range(100, 119)])
+    for request in (good, bad):
+        assert manager.allocate_slots(request, request.num_tokens) is not None
+        request.num_computed_tokens = request.num_tokens
+    good.tokens.append(5)
+    bad.tokens.append(-1)
+    before = books(manager, [good, bad])
+    for call in (
+        lambda: manager.grow([good, bad], num_lookahead_tokens=lookahead),
+        lambda: manager.allocate_slots(bad, 1, num_lookahead_tokens=lookahead),
+    ):
+        with pytest.raises(TokenRangeError):
+            call()
+        assert books(manager, [good, bad]) == before
+    bad.tokens[-1] = 1
+    assert manager.grow([good, bad], num_lookahead_tokens=lookahead).num_grown == 2
+    manager.check_invariants()
+
+
+def test_a_token_that_cannot_be_hashed_is_found_before_its_request_is_admitted() -> None:
+    manager = make_manager(60, (FULL, WINDOW))
+    request = Hashing("late", [*range(20)])
+    found = manager.get_computed_blocks(request)
+    request.tokens[7] = -1
+    with pytest.raises(TokenRangeError):
+        manager.allocate_slots(request, 20, found[1], found[0])
+    manager.check_invariants()
+    assert manager.usage == 0
 
 
 def test_no_requests_are_no_work() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from kvcore import (
     Growth,
     HitHandoverError,
     KVCacheBlocks,
-    KVCacheConfig,
     KVCacheManager,
     LoRAAdapter,
     MultiModalItem,
@@ -74,10 +75,7 @@ def test_every_eviction_policy_evicts_the_same_when_replayed_and_another_one_doe
             request.priority = priority % 3 - 1
     assert replay_calls(path).difference is None
 
-    def make_another(config: KVCacheConfig, **settings: Any) -> KVCacheManager:
-        return KVCacheManager(config, **{**settings, "eviction_policy": "fifo" if policy != "fifo" else "lru"})
-
-    assert replay_calls(path, make_manager=make_another).difference is not None
+    assert replay_calls(path, eviction_policy="fifo" if policy != "fifo" else "lru").difference is not None
 
 
 def test_every_setting_of_the_manager_is_in_the_recording(tmp_path: Path) -> None:
@@ -255,8 +253,11 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str, message: str
 def test_a_setting_that_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     record_traffic(path, 5)
-    tamper(path, 1, lambda header: header["settings"].update(eviction_policy={"repr": "<my policy>"}))
-    with pytest.raises(FileFormatError, match=r"eviction_policy=<my policy>.*make_manager"):
+    tamper(path, 1, lambda header: header["settings"].update(eviction_policy="Mine"))
+    with pytest.raises(FileFormatError, match=r"the policy 'Mine'.*--policy module:Class"):
+        replay_calls(path)
+    tamper(path, 1, lambda header: header["settings"].update(eviction_policy="lru", watermark={"repr": "<mine>"}))
+    with pytest.raises(FileFormatError, match=r"watermark=<mine>.*make_manager"):
         replay_calls(path)
 
 
@@ -508,6 +509,22 @@ def test_the_command_says_that_all_is_the_same_and_makes_a_page(
     assert len(load_snapshots(snapshots)) == 5
     assert main(["replay-calls", str(path), "--snapshots", str(tmp_path / "missing" / "pool.jsonl")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_command_replays_a_recording_made_with_a_policy_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_policies.py").write_text("from kvcore.eviction import FIFO\nclass Mine(FIFO): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    mine = importlib.import_module("my_policies").Mine
+    record_traffic(Path("calls.jsonl"), 30, eviction_policy=mine)
+    assert main(["replay-calls", "calls.jsonl"]) == 2
+    assert "--policy module:Class" in capsys.readouterr().err
+    assert main(["replay-calls", "calls.jsonl", "--policy", "my_policies:Mine"]) == 0
+    assert "all answered as recorded" in capsys.readouterr().out
+    assert main(["replay-calls", "calls.jsonl", "--policy", "no_such:Policy"]) == 2
+    assert "there is no policy 'no_such:Policy'" in capsys.readouterr().err
 
 
 def test_the_command_shows_the_first_difference_and_ends_with_status_1(

@@ -12,6 +12,7 @@ import kvcore.testing
 from kvcore import (
     BlockHasher,
     ChunkedLocalAttentionSpec,
+    ExtraKeys,
     FullAttentionSpec,
     KVCacheBlocks,
     LoRAAdapter,
@@ -156,6 +157,31 @@ def test_shadow_memory_accepts_a_true_hit_and_true_reads() -> None:
     blocks, num_hit = manager.get_computed_blocks(second)
     assert num_hit == 12
     shadow.check_hit(second, blocks, num_hit)
+
+
+def test_shadow_memory_takes_requests_of_ones_own_class() -> None:
+    class Own:
+        num_computed_tokens = 0
+        block_contents = None
+        num_tokens = 13
+
+        def __init__(self, request_id: str, first: int) -> None:
+            self.request_id = request_id
+            self.token_ids = tuple(range(first, first + 13))
+            self.extra_keys = ExtraKeys(None, (), "salt")
+            self.block_hashes = BlockHasher(4, "sha256_raw").hash_tokens(self.token_ids)
+
+    manager = make_manager(20)
+    shadow = ShadowMemory(manager)
+    mine, same, other = Own("mine", 0), Own("same", 0), Own("other", 1)
+    for request in (mine, other):
+        assert manager.allocate_slots(request, 13) is not None
+        shadow.write(request, 0, 13)
+        shadow.check_reads(request, 0, 13)
+    blocks, num_hit_tokens = manager.get_computed_blocks(same)
+    shadow.check_hit(same, blocks, num_hit_tokens)
+    with pytest.raises(AssertionError, match="another prefix"):
+        shadow.check_hit(other, blocks, num_hit_tokens)
 
 
 def test_shadow_memory_says_which_slot_holds_what_it_should_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -168,3 +169,9 @@ def test_after_a_reset_what_was_worth_most_keeps_nothing_new_out(policy: str) ->
     for tokens in new:
         assert manager.get_computed_blocks(make_request("again", tokens, manager))[1] == 16
     manager.check_invariants()
+
+
+@pytest.mark.parametrize("policy", ["lru", LRU()])
+def test_what_makes_no_policies_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a class of policies, which it calls; got"):
+        check_eviction_policy(policy)
