@@ -5,14 +5,10 @@ shared, and which one to overwrite next. It never touches a tensor.
 """
 
 from kvcore.block_pool import BlockPool
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import KVCacheBlock
 from kvcore.contents import PrefixContents
-from kvcore.coordinator import (
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-    UnitaryKVCacheCoordinator,
-)
+from kvcore.coordinator import KVCacheCoordinator
+from kvcore.coordinators import HybridKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
 from kvcore.errors import (
     ComputedTokensError,
     ConfigError,
@@ -36,6 +32,7 @@ from kvcore.errors import (
 )
 from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from kvcore.extra_keys import ExtraKeys, LoRAAdapter, MultiModalItem
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 from kvcore.growth import Growth
 from kvcore.hashing import BlockHasher
 from kvcore.kv_cache_blocks import KVCacheBlocks

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, groupby, repeat
 from typing import Any, cast
 
-from kvcore.block_run import BlockRun, blocks_of, clear_notes, joined, unit_of, units_of
+from kvcore.block_run import BlockRun
 from kvcore.blocks import KVCacheBlock, Unit
 from kvcore.errors import (
     ConfigError,
@@ -27,6 +27,7 @@ from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
 from kvcore.run_queue import RunQueue
 from kvcore.spec import require_positive
+from kvcore.units import blocks_of, clear_notes, joined, unit_of, units_of
 
 MAX_LOOSE_BLOCKS = 3
 """So many blocks of one call, at most, stay by themselves: a run of them would cost more than it saves."""

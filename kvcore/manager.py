@@ -16,7 +16,7 @@ from kvcore.checks import (
     check_same_request,
     check_slots,
 )
-from kvcore.coordinator import make_coordinator
+from kvcore.coordinators import make_coordinator
 from kvcore.errors import ComputedTokensError, ConfigError, CountError, InvariantError
 from kvcore.events import BlockStored, KVCacheEvent
 from kvcore.eviction import PolicyChoice, policy_name

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcore.block_run import blocks_of
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import KVCacheBlock
 from kvcore.errors import InvariantError
 from kvcore.eviction import FreeBlocks
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 from kvcore.run_queue import RunQueue
+from kvcore.units import blocks_of
 
 
 def check_pool(

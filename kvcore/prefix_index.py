@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvcore.block_run import clear_notes, note, num_blocks, unit_of, units_of
 from kvcore.blocks import KVCacheBlock, Unit
 from kvcore.contents import PrefixContents, TokenSpan
 from kvcore.errors import InvariantError
 from kvcore.request import RequestLike
+from kvcore.units import clear_notes, note, num_blocks, unit_of, units_of
 
 _T = TypeVar("_T")
 

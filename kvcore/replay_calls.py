@@ -170,8 +170,8 @@ def _make_manager(
         settings["eviction_policy"] = eviction_policy
     elif (policy := settings["eviction_policy"]) not in POLICIES:
         raise FileFormatError(
-            f"the manager was made with the policy {policy!r}, which a file cannot hold: pass it as eviction_policy; on "
-            "the command line, --policy module:Class"
+            f"the manager was made with the policy {policy!r}, which a file cannot hold: pass it as eviction_policy, "
+            "or on the command line as --policy module:Class"
         )
     for name, value in settings.items():
         if isinstance(value, dict):

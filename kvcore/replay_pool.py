@@ -12,12 +12,12 @@ from itertools import count
 from typing import NamedTuple
 
 from kvcore.block_pool import BlockPool
-from kvcore.block_run import count_held
 from kvcore.blocks import KVCacheBlock
 from kvcore.errors import CountError
 from kvcore.eviction import PolicyChoice, policy_name
 from kvcore.replay_results import Histogram, ReplayResult
 from kvcore.replay_trace import TraceRequest
+from kvcore.units import count_held
 
 NUM_RANGES = 64
 """Ranges of a histogram that is being counted."""

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeAlias, cast
 
-from kvcore.block_run import BlockRun, unit_of
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock, Unit
+from kvcore.block_run import BlockRun
+from kvcore.blocks import KVCacheBlock, Unit
 from kvcore.errors import QueueError
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
+from kvcore.units import unit_of
 
 Taken: TypeAlias = "tuple[list[KVCacheBlock], list[bytes] | None, int]"
 """Blocks in the order they are to be overwritten; their hashes, if they are still registered; and for which group."""

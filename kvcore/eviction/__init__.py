@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
-from kvcore.blocks import FreeKVCacheBlockQueue
 from kvcore.errors import ConfigError
 from kvcore.eviction.adaptive import Adaptive
 from kvcore.eviction.base import EvictionPolicy, FreeBlocks, Segments
@@ -19,6 +18,7 @@ from kvcore.eviction.lru import LRU
 from kvcore.eviction.priority import Priority
 from kvcore.eviction.slru import SLRU
 from kvcore.eviction.tail_aware import TailAwareLRU
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 
 __all__ = [
     "FIFO",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import KVCacheBlock
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 
 
 @runtime_checkable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock, Unit
+from kvcore.blocks import KVCacheBlock, Unit
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 from kvcore.run_queue import RunQueue
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
-from kvcore.blocks import FreeKVCacheBlockQueue, KVCacheBlock
+from kvcore.blocks import KVCacheBlock
+from kvcore.free_block_queue import FreeKVCacheBlockQueue
 from kvcore.request import RequestLike
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvcore.block_pool import BlockPool
-from kvcore.block_run import count_held
 from kvcore.blocks import KVCacheBlock
-from kvcore.errors import InvariantError, StaleHitError
+from kvcore.errors import StaleHitError
 from kvcore.request import RequestId, RequestLike
 from kvcore.single_type.ends import Ends
 from kvcore.single_type.lookup import Lookup
+from kvcore.single_type.table_checks import check_tables
 from kvcore.spec import KVCacheSpec, cdiv
+from kvcore.units import count_held
 
 NEVER: Final = sys.maxsize
 """A number of tokens that no request reaches."""
@@ -283,31 +284,10 @@ class SingleTypeKVCacheManager(ABC):
         Raises:
             InvariantError: The first disagreement found.
         """
-        if not self.req_to_blocks.keys() == self.num_cached_block.keys() == self.num_skipped_block.keys():
-            raise InvariantError(f"{self!r} keeps tables and counts of different requests")
-        for request_id, table in self.req_to_blocks.items():
-            num_skipped = self.num_skipped_block[request_id]
-            nulls = [block.is_null for block in table]
-            if nulls != [True] * num_skipped + [False] * (len(table) - num_skipped):
-                raise InvariantError(
-                    f"{self!r}: only the first {num_skipped} blocks of {request_id!r} may be null: {table}"
-                )
-            if self.num_cached_block[request_id] > len(table):
-                raise InvariantError(f"{self!r}: more blocks of {request_id!r} registered than it has")
-            held = [block.block_id for block in table[num_skipped:]]
-            if len(set(held)) != len(held):
-                raise InvariantError(f"{self!r}: {request_id!r} holds a block twice: {held}")
-            position = num_skipped
-            while position < len(table):
-                run = table[position].run
-                members = [table[position]] if run is None else run.blocks[run.start :]
-                if members != table[position : position + len(members)]:
-                    raise InvariantError(f"{self!r}: {request_id!r} holds a part of {run!r} only: {table}")
-                position += len(members)
-            for position, block in enumerate(table[num_skipped:], num_skipped):
-                if block.prefix_hash is not None and block.group_id != self.kv_cache_group_id:
-                    raise InvariantError(f"{self!r}: {request_id!r} holds {block!r} of another group")
-                if block.prefix_hash is not None and block.position != position:
-                    raise InvariantError(
-                        f"{self!r}: {request_id!r} holds {block!r} at {position}, which says it is at {block.position}"
-                    )
+        check_tables(
+            self.req_to_blocks,
+            self.num_cached_block,
+            self.num_skipped_block,
+            kv_cache_group_id=self.kv_cache_group_id,
+            manager=self,
+        )

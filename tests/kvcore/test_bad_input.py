@@ -46,8 +46,8 @@ from kvcore import (
     TokenRangeError,
     UnknownRequestError,
 )
-from kvcore.block_run import note
 from kvcore.hashing import pack_tokens
+from kvcore.units import note
 
 HASHER = BlockHasher(4)
 FULL = FullAttentionSpec(4, 1, 1, "bfloat16")

@@ -19,9 +19,9 @@ from kvcore import (
     InvariantError,
     KVCacheBlock,
 )
-from kvcore.block_run import note, unit_of
 from kvcore.request import Request
 from kvcore.run_queue import RunQueue
+from kvcore.units import note, unit_of
 
 HASHER = BlockHasher(4)
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcore import BlockHasher, BlockPool, KVCacheBlock, Request
-from kvcore.block_run import BlockRun, blocks_of, count_held, joined, note, unit_of, units_of
+from kvcore.block_run import BlockRun
 from kvcore.blocks import Unit
 from kvcore.contents import TokenSpan
 from kvcore.errors import QueueError
 from kvcore.eviction import LRU
 from kvcore.run_queue import RunQueue
 from kvcore.testing import admit, make_manager, make_request, table
+from kvcore.units import blocks_of, count_held, joined, note, unit_of, units_of
 
 HASHER = BlockHasher(4)
 

@@ -17,11 +17,11 @@ from kvcore import (
     KVCacheManager,
     Request,
 )
-from kvcore.block_run import unit_of
 from kvcore.contents import PrefixContents
 from kvcore.extra_keys import ExtraKeys
 from kvcore.hashing import pack_tokens
 from kvcore.testing import admit, free_block_ids, make_manager, make_request, make_spec, table
+from kvcore.units import unit_of
 
 
 def cached_blocks(manager: KVCacheManager) -> list[int]:

@@ -14,7 +14,8 @@ import kvcore
 from kvcore import BlockHasher
 from kvcore.hashing import MAX_TOKEN_ID, packed_blocks
 
-pytestmark = pytest.mark.skipif(not kvcore.COMPILED, reason="kvcore is not compiled (make test-compiled)")
+if not kvcore.COMPILED:
+    pytest.skip("kvcore is not compiled (make test-compiled)", allow_module_level=True)
 
 PARENT = bytes(range(16))
 

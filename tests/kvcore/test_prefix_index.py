@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcore import BlockHasher, BlockPool, InvariantError, KVCacheBlock, Request
-from kvcore.block_run import clear_notes, unit_of
+from kvcore.units import clear_notes, unit_of
 
 HASHER = BlockHasher(4)
 
