@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, groupby, repeat
 from typing import Any, cast
 
 from kvcore.block_run import BlockRun
-from kvcore.blocks import KVCacheBlock, Unit
+from kvcore.blocks import KVCacheBlock, Unit, make_blocks
 from kvcore.errors import (
     ConfigError,
     CountError,
@@ -19,15 +18,16 @@ from kvcore.errors import (
     OutOfBlocksError,
     shown,
 )
-from kvcore.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvcore.event_log import EventLog
+from kvcore.events import KVCacheEvent
 from kvcore.eviction import LRU, PolicyChoice, free_block_queue, make_policy
-from kvcore.extra_keys import untagged
+from kvcore.policy_units import PolicyUnits
 from kvcore.pool_checks import check_pool
 from kvcore.prefix_index import PrefixIndex
 from kvcore.request import EventRequest, RequestLike
 from kvcore.run_queue import RunQueue
 from kvcore.spec import require_positive
-from kvcore.units import blocks_of, clear_notes, joined, unit_of, units_of
+from kvcore.units import clear_notes, joined, place_in_run, unit_of, units_of, units_with_repeats
 
 MAX_LOOSE_BLOCKS = 3
 """So many blocks of one call, at most, stay by themselves: a run of them would cost more than it saves."""
@@ -73,21 +73,21 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
         self.enable_kv_cache_events = enable_kv_cache_events
-        self.blocks = _make_blocks(num_gpu_blocks)
+        self.blocks = make_blocks(num_gpu_blocks)
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self._null_blocks: tuple[KVCacheBlock, ...] = ()
         self.policy = make_policy(eviction_policy)
-        # Only LRU takes runs as they are; to the others, a pool speaks of blocks.
-        self._run_queue: RunQueue | None = None
+        self._free: RunQueue | PolicyUnits
         if type(self.policy) is LRU:
-            self._run_queue = self.policy.serve_runs(BlockRun(self.blocks[:0:-1]))  # overwritten from its end
+            self._free = self.policy.serve_runs(BlockRun(self.blocks[:0:-1]))  # overwritten from its end
         else:
             self.policy.release(self.blocks[1:], ())
+            self._free = PolicyUnits(self.policy)
         self.free_block_queue = free_block_queue(self.policy)
         self._leaves_dead = isinstance(self.policy, LRU)
         self.prefix_index = PrefixIndex()
-        self._events: list[KVCacheEvent] = []
+        self._event_log = EventLog()
 
     def __repr__(self) -> str:
         return (
@@ -108,8 +108,6 @@ class BlockPool:
         if len(self._null_blocks) != count:
             self._null_blocks = (self.null_block,) * count
         return self._null_blocks
-
-    # -- handing out and taking back ------------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes the policy's next victims, out of the index too, with a reference count of 1. O(num_blocks).
@@ -153,10 +151,8 @@ class BlockPool:
 
     def _take(self, num_blocks: int) -> list[KVCacheBlock]:
         """The policy's next victims, out of the index."""
-        if self._run_queue is None:
-            return self._take_from_policy(num_blocks)
         taken = []
-        for blocks, hashes, group_id in self._run_queue.take(num_blocks):
+        for blocks, hashes, group_id in self._free.take(num_blocks):
             if hashes is not None:
                 self._leave_index(blocks, hashes, group_id)
             taken += blocks
@@ -164,29 +160,10 @@ class BlockPool:
 
     def _take_one(self) -> KVCacheBlock:
         """The policy's next victim, out of the index."""
-        if self._run_queue is None:
-            return self._take_from_policy(1)[0]
-        block, prefix_hash, group_id = self._run_queue.take_one()
+        block, prefix_hash, group_id = self._free.take_one()
         if prefix_hash is not None:
             self._leave_index([block], [prefix_hash], group_id)
         return block
-
-    def _take_from_policy(self, num_blocks: int) -> list[KVCacheBlock]:
-        """The next victims of a policy that knows of no runs."""
-        taken = self.policy.take(num_blocks)
-        for block in taken:
-            if block.run is not None and block.run.blocks[-1] is not block:
-                unit_of(block)  # seldom: the end of a prefix goes first, as a rule
-            run = block.run
-            if run is not None:
-                prefix_hash, group_id = run.pop_one(), run.group
-            else:
-                prefix_hash, group_id = block.own_hash, block.group
-                block.is_hashed = False
-                block.own_hash = block.own_span = None
-            if prefix_hash is not None:
-                self._leave_index([block], [prefix_hash], group_id)
-        return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes one more reference to each block, out of the free queue if need be. Null blocks are passed over. O(n).
@@ -197,7 +174,7 @@ class BlockPool:
         blocks = [block for block in blocks if block is not self.null_block]
         for block in blocks:
             self.require_own(block)
-        self._hold(_units_with_repeats(blocks))
+        self._hold(units_with_repeats(blocks))
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
         """As :meth:`touch`, without its checks: for the managers, which take what they looked up. No block twice, no
@@ -205,17 +182,13 @@ class BlockPool:
         self._hold(units_of(blocks))
 
     def _hold(self, units: list[Unit]) -> None:
-        queue = self._run_queue
-        free: list[KVCacheBlock] = []
+        free = []
         for unit in units:
             if not unit.num_holders:
-                if queue is None:
-                    free += blocks_of(unit)
-                else:
-                    queue.unlink(unit)
+                free.append(unit)
             unit.num_holders += 1
         if free:
-            self.policy.reuse(free)
+            self._free.reuse(free)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Gives back one reference to each block, the one to overwrite first in front. Null blocks are passed over.
@@ -234,7 +207,7 @@ class BlockPool:
                     f"block {block.block_id} is held {block.ref_cnt} times and cannot be freed {times} times: "
                     "free each block once for every get_new_blocks or touch"
                 )
-        self._release(_units_with_repeats(blocks[::-1]))
+        self._release(units_with_repeats(blocks[::-1]))
 
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Gives back one reference to each block, the last block first (rule 4), without the checks of
@@ -243,15 +216,15 @@ class BlockPool:
         Args:
             blocks: A part of what somebody holds, in its order, nothing left out; no null blocks.
         """
-        if len(blocks) == 1 and self._run_queue is not None:
+        if len(blocks) == 1:
             # What a window leaves in decoding: half the time.
             unit = unit_of(blocks[0])
             unit.num_holders -= 1
             if not unit.num_holders:
                 if unit.is_hashed:
-                    self._run_queue.put_last((unit,))
+                    self._free.release([], [unit])
                 else:
-                    self._run_queue.put_first((unit,))
+                    self._free.release([unit], [])
             return
         self._release(units_of(blocks, as_held=True))
 
@@ -272,13 +245,8 @@ class BlockPool:
                     unhashed.append(unit)
         if len(hashed) > 1:
             hashed = joined(hashed[::-1])[::-1]
-        if self._run_queue is None:
-            self.policy.release(_in_eviction_order(unhashed), _in_eviction_order(hashed))
-            return
-        if unhashed:
-            self._run_queue.put_first(unhashed)
-        if hashed:
-            self._run_queue.put_last(hashed)
+        if unhashed or hashed:
+            self._free.release(unhashed, hashed)
 
     def require_own(self, block: KVCacheBlock) -> None:
         """Makes sure that a block is of this pool. O(1).
@@ -290,8 +258,6 @@ class BlockPool:
             raise ForeignBlockError(
                 f"{block!r} is not a block of this pool; use the blocks that its own calls returned"
             )
-
-    # -- the prefix index -----------------------------------------------------------------------------------------
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
         """The block of each group registered under a prefix hash; None if one of them has none. O(groups)."""
@@ -375,8 +341,8 @@ class BlockPool:
             stored = self.prefix_index.add_n(request, new_blocks, positions, scale, kv_cache_group_id)
         if self.enable_kv_cache_events:
             registered = range(num_cached_blocks, num_full_blocks)
-            self._events.append(
-                _stored_event(cast(EventRequest, request), stored, registered, scale, block_size, kv_cache_group_id)
+            self._event_log.add_stored(
+                cast(EventRequest, request), stored, registered, scale, block_size, kv_cache_group_id
             )
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -396,7 +362,7 @@ class BlockPool:
         for group_id, of_group in groupby(blocks, lambda block: block.group_id):
             some = [*of_group]
             self._leave_index(some, [cast(bytes, block.prefix_hash) for block in some], group_id)
-        for unit in units_of(sorted(blocks, key=_place_in_run)):
+        for unit in units_of(sorted(blocks, key=place_in_run)):
             clear_notes(unit)
         self._bury([block for block in blocks if not block.ref_cnt])
 
@@ -408,13 +374,12 @@ class BlockPool:
         self.prefix_index.clear()
         self._bury(dead)
         if self.enable_kv_cache_events:
-            self._events.append(AllBlocksCleared())
+            self._event_log.add_cleared()
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, oldest first. O(1)."""
-        events, self._events = self._events, []
-        return events
+        return self._event_log.take()
 
     def _bury(self, dead: list[KVCacheBlock]) -> None:
         """Free blocks that have left the index go before all others. Under `lru` they stay where they are, as in vLLM:
@@ -426,10 +391,8 @@ class BlockPool:
     def _leave_index(self, blocks: list[KVCacheBlock], hashes: list[bytes], group_id: int) -> None:
         """Takes blocks of a group out of the index."""
         if self.enable_kv_cache_events:
-            self._events += [BlockRemoved([prefix_hash], group_idx=group_id) for prefix_hash in hashes]
+            self._event_log.add_removed(hashes, group_id)
         self.prefix_index.remove_n(blocks, hashes, group_id)
-
-    # -- checking -------------------------------------------------------------------------------------------------
 
     def check_invariants(self, holders: Mapping[int, int] | None = None) -> None:
         """Compares every block with the queue, the index, and with who holds it. O(pool).
@@ -442,56 +405,3 @@ class BlockPool:
         """
         check_pool(self.blocks, self.free_block_queue, holders)
         self.prefix_index.check_invariants(self.blocks)
-
-
-def _make_blocks(count: int) -> list[KVCacheBlock]:
-    """All blocks of a pool, with the garbage collector off meanwhile.
-
-    It would go through the blocks made so far again and again, and find nothing: with it on, a million blocks take
-    three times as long.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return [KVCacheBlock(block_id) for block_id in range(count)]
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _units_with_repeats(blocks: list[KVCacheBlock]) -> list[Unit]:
-    """As :func:`units_of`, for blocks that may come more than once: their units then do."""
-    return units_of(blocks) if len({*blocks}) == len(blocks) else [unit_of(block) for block in blocks]
-
-
-def _place_in_run(block: KVCacheBlock) -> tuple[int, int]:
-    return id(block.run), block.offset
-
-
-def _in_eviction_order(units: list[Unit]) -> list[KVCacheBlock]:
-    """The blocks of units that come back, each run from its end."""
-    blocks: list[KVCacheBlock] = []
-    for unit in units:
-        if isinstance(unit, BlockRun):
-            blocks += unit.blocks[: unit.start - 1 if unit.start else None : -1]
-        else:
-            blocks.append(cast(KVCacheBlock, unit))
-    return blocks
-
-
-def _stored_event(
-    request: EventRequest, stored: Sequence[int], blocks: range, scale: int, block_size: int, group_id: int
-) -> BlockStored:
-    """The event for those of a group's ``blocks`` that are in the index now, ``stored``."""
-    extra_keys = request.extra_keys
-    keys = extra_keys.of_blocks(blocks.start, blocks.stop, block_size)
-    hashes = request.block_hashes
-    return BlockStored(
-        block_hashes=[hashes[(i + 1) * scale - 1] for i in stored],
-        parent_block_hash=hashes[blocks.start * scale - 1] if blocks.start else None,
-        token_ids=[int(token) for token in request.token_ids[blocks.start * block_size : blocks.stop * block_size]],
-        block_size=block_size,
-        lora_name=extra_keys.lora.name if extra_keys.lora else None,
-        extra_keys=[untagged(keys[i]) if i in keys else None for i in stored] or None,
-        group_idx=group_id,
-    )

@@ -124,8 +124,6 @@ class KVCacheCoordinator(ABC):
             [manager.get_num_blocks_to_grow(request_id, num_tokens, cap=cap) for manager in self.single_type_managers]
         )
 
-    # -- changing tables ------------------------------------------------------------------------------------------
-
     def admit(
         self,
         request: RequestLike,
@@ -184,8 +182,6 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.free(request_id)
 
-    # -- how far a request can go ---------------------------------------------------------------------------------
-    #
     # Loops, here and in num_new_blocks, since decoding asks these for each new block: `min([... for ...])` takes three
     # times as long with one group, and twice with six.
 
@@ -215,8 +211,6 @@ class KVCacheCoordinator(ABC):
             if limit < least:
                 least = limit
         return least
-
-    # -- looking --------------------------------------------------------------------------------------------------
 
     def get_blocks(self, request_id: RequestId) -> GroupBlocks:
         """The block tables themselves: they change as the request runs."""

@@ -169,8 +169,6 @@ class EventPublisher:
             self._woken = True
             self._wake_sender.send(b"", zmq.NOBLOCK)
 
-    # -- the thread -----------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_receiver, zmq.POLLIN)

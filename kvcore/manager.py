@@ -141,8 +141,6 @@ class KVCacheManager:
             f"requests={len(self._holders)}, {self.block_pool!r})"
         )
 
-    # -- the life of a request ------------------------------------------------------------------------------------
-
     def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
         """Looks up how much of a request is cached. Takes nothing: the blocks are the request's own only after
         :meth:`allocate_slots`.
@@ -366,8 +364,6 @@ class KVCacheManager:
         self.coordinator.cache_blocks(request, num_computed_tokens)
         holder.note_registered()
 
-    # -- the cache as a whole -------------------------------------------------------------------------------------
-
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Takes blocks out of the prefix cache, for example when their data was lost. Those in use stay in use. O(n).
 
@@ -409,8 +405,6 @@ class KVCacheManager:
                 event.kv_cache_spec_kind = spec.kind
                 event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
         return events
-
-    # -- looking --------------------------------------------------------------------------------------------------
 
     def get_blocks(self, request_id: RequestId) -> KVCacheBlocks:
         """The block tables of a request, as they are now. O(blocks).
@@ -469,8 +463,6 @@ class KVCacheManager:
                     f"{manager!r} has tables of {set(manager.req_to_blocks)}, not of {set(self._holders)}"
                 )
         self.coordinator.check_invariants(self.residency.counts)
-
-    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _holder(self, request_id: RequestId) -> Holder:
         return find_holder(self._holders, request_id)

@@ -49,7 +49,18 @@ class RunQueue(FreeKVCacheBlockQueue):
             yield unit
             unit = unit.next_free_block  # type: ignore[assignment]
 
-    # -- units ----------------------------------------------------------------------------------------------------
+    def release(self, unhashed: list[Unit], hashed: list[Unit]) -> None:
+        """Takes units in that their last holder let go of, each list with the one to overwrite first in front: those
+        that are in no index to the head, the others to the tail. O(units)."""
+        if unhashed:
+            self.put_first(unhashed)
+        if hashed:
+            self.put_last(hashed)
+
+    def reuse(self, units: list[Unit]) -> None:
+        """Lets units go that were hit while free. O(units)."""
+        for unit in units:
+            self.unlink(unit)
 
     def put_last(self, units: Iterable[Unit]) -> None:
         """Puts units at the tail, in the given order. O(units)."""
@@ -143,8 +154,6 @@ class RunQueue(FreeKVCacheBlockQueue):
         self._head.next_free_block = unit
         unit.prev_free_block = self._head
         return taken
-
-    # -- blocks ---------------------------------------------------------------------------------------------------
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """As in the base class."""

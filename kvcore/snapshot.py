@@ -141,8 +141,6 @@ class Snapshot:
     enable_caching: bool = True
     hash_block_size: int = 1
 
-    # -- looking --------------------------------------------------------------------------------------------------
-
     @property
     def usage(self) -> float:
         """Share of the pool that is held, from 0 to 1, the null block left out."""
@@ -201,8 +199,6 @@ class Snapshot:
         from kvcore.snapshot_html import snapshots_to_html
 
         return snapshots_to_html([self], title=title)
-
-    # -- writing and reading --------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         """One line of JSON. Free blocks that cannot be hit are left out: the queue names them."""

@@ -201,3 +201,13 @@ def count_held(blocks: list[KVCacheBlock], ref_cnt: int) -> int:
             count += length
         first += length
     return count
+
+
+def units_with_repeats(blocks: list[KVCacheBlock]) -> list[Unit]:
+    """As :func:`units_of`, for blocks that may come more than once: their units then do."""
+    return units_of(blocks) if len({*blocks}) == len(blocks) else [unit_of(block) for block in blocks]
+
+
+def place_in_run(block: KVCacheBlock) -> tuple[int, int]:
+    """To sort blocks by: those of a run come together, in its order."""
+    return id(block.run), block.offset

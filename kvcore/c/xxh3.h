@@ -76,8 +76,6 @@ static inline uint64_t avalanche(uint64_t h)
     return h ^ (h >> 32);
 }
 
-// ---- up to 240 bytes
-
 static inline uint64_t mix_step(const uint8_t *data, const uint8_t *secret)
 {
     return multiply_folded(read64(data) ^ read64(secret), read64(data + 8) ^ read64(secret + 8));
@@ -118,8 +116,6 @@ static inline struct hash128 hash_medium(const uint8_t *data, size_t length)
     mix_two_chunks(&acc, data + length - 16, data + length - 32, DEFAULT_SECRET + 103);
     return finished(acc, length);
 }
-
-// ---- more than 240 bytes
 
 static inline void accumulate(uint64_t acc[8], const uint8_t *stripe, const uint8_t *secret)
 {

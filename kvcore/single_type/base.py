@@ -79,8 +79,6 @@ class SingleTypeKVCacheManager(ABC):
         name, group, requests = type(self).__name__, self.kv_cache_group_id, len(self.req_to_blocks)
         return f"{name}(group={group}, {self.kv_cache_spec}, requests={requests})"
 
-    # -- what a kind of attention decides -------------------------------------------------------------------------
-
     def read_spec(self, kv_cache_spec: KVCacheSpec) -> None:
         """Takes from the spec what the other methods need; called before any of them."""
         self.kv_cache_spec = kv_cache_spec
@@ -105,8 +103,6 @@ class SingleTypeKVCacheManager(ABC):
     def cacheable_mask(self, first_block: int, stop_block: int) -> list[bool] | None:
         """For each block of the range, whether a hit can ever use it; None: each can."""
         return None
-
-    # -- how many blocks a request needs --------------------------------------------------------------------------
 
     def get_num_blocks_to_admit(
         self,
@@ -166,8 +162,6 @@ class SingleTypeKVCacheManager(ABC):
                     f"{block!r} no longer holds block {i} of {request.request_id!r} in group {self.kv_cache_group_id}: "
                     "call get_computed_blocks again, and allocate_slots before anything else evicts blocks"
                 )
-
-    # -- changing a table -----------------------------------------------------------------------------------------
 
     def add_local_computed_blocks(
         self, request_id: RequestId, hit_blocks: Sequence[KVCacheBlock], total_computed_tokens: int
@@ -257,8 +251,6 @@ class SingleTypeKVCacheManager(ABC):
             self.block_pool.give_back_some(needed, spent=False)
         else:
             self.block_pool.give_back(blocks)
-
-    # -- looking --------------------------------------------------------------------------------------------------
 
     def num_slots(self, request_id: RequestId) -> int:
         """Tokens that the request's table holds. O(1)."""

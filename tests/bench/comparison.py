@@ -217,8 +217,6 @@ def _equal_hits(runs: Sequence[Run]) -> dict[str, int]:
     return expected
 
 
-# ---- rendering
-
 HEADINGS = ("", "vLLM", "kvcore", "", "ratio", "runs", "compiled", "ratio", "aim")
 
 

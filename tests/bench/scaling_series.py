@@ -192,9 +192,6 @@ def measure(
     return {"series": result}
 
 
-# ---- pieces of series
-
-
 def _cold_and_warm(measurement: Measurement, prompt: Prompt, name: str = "") -> dict[str, float]:
     """A request that finds nothing, then another that finds the first one's blocks."""
     adapter, manager = measurement.adapter, prompt.manager

@@ -114,9 +114,6 @@ class Workload:
     prepare: Callable[[Adapter, Groups], Callable[[], int | None]]
 
 
-# ---- pieces that workloads are made of
-
-
 def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(count)]
 
@@ -167,9 +164,6 @@ class Prompt:
         admit(self.adapter, self.manager, first)
         self.manager.free(first)
         return self.make_request("second")
-
-
-# ---- the workloads
 
 
 def hash_prompt(adapter: Adapter, groups: Groups) -> Callable[[], None]:
@@ -293,8 +287,6 @@ WORKLOADS = (
 WARM_PROMPT = Workload("warm_prompt32k", "make, hash and look up a cached 32K prompt", "ms", 1e-3, 1, warm_prompt)
 """What a prompt that was seen before costs until its blocks are known: the work of two of the workloads above."""
 
-
-# ---- measuring
 
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 """Clocks by name. The CPU time of the thread is of use on a machine that is busy with other things."""
