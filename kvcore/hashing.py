@@ -238,8 +238,10 @@ def pack_tokens(token_ids: int | Iterable[int]) -> array[int]:
         return token_ids[:]
     plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids  # numpy, torch, other arrays
     tokens = plain if isinstance(plain, list) else list(plain) if isinstance(plain, Iterable) else [plain]
-    if packed_blocks is not None and (data := packed_blocks.pack(tokens)) is not None:
-        return array("I", data)
+    if packed_blocks is not None:
+        packed = array("I", (0,)) * len(tokens)
+        if packed_blocks.pack_into(packed, tokens):
+            return packed
     packed = array("I")
     try:
         packed.fromlist(tokens)  # a quarter less than array("I", tokens)

@@ -5,11 +5,15 @@ There only where kvcore was compiled (``make compiled``). ``kvcore.hashing`` doe
 
 from array import array
 
-def pack(tokens: list[int], /) -> bytes | None:
-    """The tokens as unsigned 32-bit integers in the machine's byte order. 3 to 4 ns a token.
+def pack_into(packed: array[int], tokens: list[int], /) -> bool:
+    """Writes the tokens as unsigned 32-bit integers, in the machine's byte order, over ``packed``. 3 ns a token.
 
-    None, so that the caller finds out what it is, if something in the list is not an ``int`` of this very type from 0
-    to at least 2**15 - 1 (2**30 - 1 in all but 32-bit builds of Python), or if ``tokens`` is no list.
+    False, so that the caller finds out what it is, if one of them is not an ``int`` of this very type from 0 to at
+    least 2**15 - 1 (2**30 - 1 in all but 32-bit builds of Python); then ``packed`` has those before it.
+
+    Raises:
+        ValueError: ``packed`` is too short.
+        TypeError: ``tokens`` is no list, or nobody may write to ``packed``.
     """
 
 def hash_chain(parent: bytes, tokens: array[int] | bytes, block_length: int, start: int, stop: int, /) -> list[bytes]:

@@ -27,24 +27,25 @@ static inline int64_t small_value(PyObject *number)
 #endif
 }
 
-static PyObject *pack(PyObject *module, PyObject *tokens)
+static PyObject *pack_into(PyObject *module, PyObject *args)
 {
     (void)module;
-    if (!PyList_CheckExact(tokens)) Py_RETURN_NONE;
+    Py_buffer packed;
+    PyObject *tokens;
+    if (!PyArg_ParseTuple(args, "w*O!", &packed, &PyList_Type, &tokens)) return NULL;
     const Py_ssize_t count = PyList_GET_SIZE(tokens);
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * 4);
-    if (!packed) return NULL;
-    char *to = PyBytes_AS_STRING(packed);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const int64_t value = small_value(PyList_GET_ITEM(tokens, i));
-        if (value < 0) {
-            Py_DECREF(packed);
-            Py_RETURN_NONE;
+    Py_ssize_t done = 0;
+    if (packed.len / 4 < count)
+        PyErr_Format(PyExc_ValueError, "%zd tokens do not fit into %zd bytes", count, packed.len);
+    else
+        for (; done < count; done++) {
+            const int64_t value = small_value(PyList_GET_ITEM(tokens, done));
+            if (value < 0) break;
+            const uint32_t token = (uint32_t)value;
+            memcpy((char *)packed.buf + done * 4, &token, sizeof token);
         }
-        const uint32_t token = (uint32_t)value;
-        memcpy(to + i * 4, &token, sizeof token);
-    }
-    return packed;
+    PyBuffer_Release(&packed);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(done == count);
 }
 
 static void write_digest(uint8_t *to, struct hash128 hash)
@@ -103,7 +104,7 @@ static PyObject *hash_chain(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"pack", pack, METH_O, "pack(tokens, /)\n--\n\nSee packed_blocks.pyi."},
+    {"pack_into", pack_into, METH_VARARGS, "pack_into(packed, tokens, /)\n--\n\nSee packed_blocks.pyi."},
     {"hash_chain", hash_chain, METH_VARARGS,
      "hash_chain(parent, tokens, block_length, start, stop, /)\n--\n\nSee packed_blocks.pyi."},
     {NULL, NULL, 0, NULL},

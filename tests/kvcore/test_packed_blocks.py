@@ -71,18 +71,30 @@ class NoPlainInt(int):
 class TestPack:
     @pytest.mark.parametrize("tokens", [[], [0], [1, 255, 256, 2**15 - 1, 2**15, 2**16, 2**29, 2**30 - 1] * 100])
     def test_tokens_are_packed_as_an_array_has_them(self, tokens: list[int]) -> None:
-        assert packed_blocks.pack(tokens) == array("I", tokens).tobytes()
+        packed = array("I", [7]) * len(tokens)
+        assert packed_blocks.pack_into(packed, tokens)
+        assert packed == array("I", tokens)
+        packed.append(1)  # BufferError while somebody writes to it
 
     @pytest.mark.parametrize("odd", [-1, 2**30, MAX_TOKEN_ID, 2**64, -(2**64), True, NoPlainInt(5), 1.0, "a", None])
     @pytest.mark.parametrize("place", [0, 1, 2])
     def test_what_is_no_small_int_is_left_to_others(self, odd: Any, place: int) -> None:
         tokens = [7, 8]
         tokens.insert(place, odd)
-        assert packed_blocks.pack(tokens) is None
+        packed = array("I", [0, 0, 0])
+        assert not packed_blocks.pack_into(packed, tokens)
+        packed.append(1)
 
     @pytest.mark.parametrize("tokens", [(1, 2), array("I", [1]), range(3), None])
-    def test_so_is_what_is_no_list(self, tokens: Any) -> None:
-        assert packed_blocks.pack(tokens) is None
+    def test_what_is_no_list_is_refused(self, tokens: Any) -> None:
+        with pytest.raises(TypeError):
+            packed_blocks.pack_into(array("I", [0, 0, 0]), tokens)
+
+    @pytest.mark.parametrize(("packed", "error"), [(array("I", [0]), ValueError), (b"01234567", TypeError)])
+    def test_tokens_without_room_are_refused(self, packed: Any, error: type[Exception]) -> None:
+        with pytest.raises(error):
+            packed_blocks.pack_into(packed, [1, 2])
+        assert packed in (array("I", [0]), b"01234567")
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3", "sha256_raw"])
