@@ -8,7 +8,7 @@ back to the tasks in one call into their event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
 from runner.async_stats import AsyncEngineStats
@@ -114,6 +114,15 @@ class AsyncEngine:
             RunnerError: No unfinished request has that id.
         """
         return await asyncio.wrap_future(self._worker.submit(lambda: self._worker.abort(request_id)))
+
+    async def update_weights(self, change: Callable[[], object]) -> None:
+        """Have the worker call ``change`` between two steps, to write new weights into the model; see
+        :meth:`Engine.update_weights <runner.engine.Engine.update_weights>`. Requests that come meanwhile wait.
+
+        Raises:
+            RunnerError: Requests are under way; ``change`` was not called.
+        """
+        await asyncio.wrap_future(self._worker.submit(lambda: self.engine.update_weights(change)))
 
     async def aclose(self) -> None:
         """End the worker after the step it is in. Requests under way end as if aborted, later ones are refused."""

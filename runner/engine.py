@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -250,16 +250,33 @@ class Engine(RequestLoop):
         Raises:
             RunnerError: Requests are under way, whose keys and values are of the old weights.
         """
-        if self._live:
-            raise RunnerError(
-                f"{len(self._live)} requests are under way, with keys and values of the old weights: let them finish "
-                "before the weights change, or abort them"
-            )
+        self._check_nothing_is_computed()
         self._forget_everything()
         self.packing = _pack(self.model_runner.model, self.config.packed_weights)
         _compute_natively(self.model_runner.model, self.model_runner.backend)
         if self.model_runner.graphs is not None:
             self.model_runner.capture_graphs(required=self.config.cuda_graphs is True)
+
+    def update_weights(self, change: Callable[[], object]) -> None:
+        """Have ``change`` write new weights into the model, and forget what the old ones have left.
+
+        Also if ``change`` raises, since it may have written some of them.
+
+        Raises:
+            RunnerError: Requests are under way; ``change`` was not called.
+        """
+        self._check_nothing_is_computed()
+        try:
+            change()
+        finally:
+            self.weights_changed()
+
+    def _check_nothing_is_computed(self) -> None:
+        if self._live:
+            raise RunnerError(
+                f"{len(self._live)} requests are under way, with keys and values of the old weights: let them finish "
+                "before the weights change, or abort them"
+            )
 
     def _check_idle(self) -> None:
         if self._live:

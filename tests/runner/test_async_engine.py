@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -11,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from runner import (
     Engine,
@@ -21,7 +23,8 @@ from runner import (
     SamplingParamsError,
 )
 from runner.async_engine import AsyncEngine, EngineClosedError, EngineFullError, EngineStepError
-from tests.runner.byte_model import byte_engine
+from tests.runner.byte_model import byte_engine, byte_model
+from tests.runner.byte_tokenizer import byte_tokenizer
 
 LONG = SamplingParams(max_tokens=300)
 SHORT = SamplingParams(max_tokens=12)
@@ -152,6 +155,52 @@ def test_a_refusal_reaches_its_own_caller_and_no_other(engine: Engine) -> None:
         with pytest.raises(RequestRefusedError, match="more than max_model_len"):
             await served.stream("c", SamplingParams(max_tokens=5000)).start()
         assert len([output async for output in running][-1].token_ids) == 100
+
+    serve(engine, scenario)
+
+
+def test_weights_are_updated_between_steps_and_the_cache_forgets_the_old_ones(engine: Engine) -> None:
+    def new_weights(model: PreTrainedModel) -> None:
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data.neg_()
+
+    other = byte_model()
+    new_weights(other)
+    other_engine = Engine(other, byte_tokenizer(), engine.config)
+    (expected,) = other_engine.generate(["Once upon a time there was a model."], SHORT)
+    threads = []
+
+    def change() -> None:
+        threads.append(threading.current_thread())
+        new_weights(engine.model_runner.model)
+
+    async def scenario(served: AsyncEngine) -> None:
+        (before,) = await served.generate("Once upon a time there was a model.", SHORT)
+        assert before.text != expected.text
+        stream = served.stream("A long one", LONG, request_id="long")
+        await anext(stream)
+        with pytest.raises(RunnerError, match="1 requests are under way"):
+            await served.update_weights(change)
+        assert not threads
+        await served.abort("long")
+        await served.update_weights(change)
+        (after,) = await served.generate("Once upon a time there was a model.", SHORT)
+        assert (after.text, after.num_cached_tokens) == (expected.text, 0)
+
+    serve(engine, scenario)
+    assert [thread.name for thread in threads] == ["runner.AsyncEngine"]
+
+
+def test_a_change_of_weights_that_fails_reaches_its_caller_and_forgets_all_the_same(engine: Engine) -> None:
+    def change() -> None:
+        raise ValueError("the file is torn")
+
+    async def scenario(served: AsyncEngine) -> None:
+        await served.generate("Once upon a time there was a model.", SHORT)
+        with pytest.raises(ValueError, match="torn"):
+            await served.update_weights(change)
+        (again,) = await served.generate("Once upon a time there was a model.", SHORT)
+        assert again.num_cached_tokens == 0
 
     serve(engine, scenario)
 
