@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 # repeat: as few as in dev, the same ones each time; for what ci has tried before on the same code not compiled.
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
-    "ci", settings.get_profile("dev"), max_examples=300, derandomize=True, database=None, print_blob=True
+    "ci", settings.get_profile("dev"), max_examples=200, derandomize=True, database=None, print_blob=True
 )
 settings.register_profile("repeat", settings.get_profile("ci"), max_examples=50)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
