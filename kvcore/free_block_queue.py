@@ -77,30 +77,23 @@ class FreeKVCacheBlockQueue:
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Puts blocks at the tail, in the given order. O(n)."""
-        tail = self._tail
-        last: KVCacheBlock = tail.prev_free_block  # type: ignore[assignment]
-        count = 0
-        for block in blocks:
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-            count += 1
-        last.next_free_block = tail
-        tail.prev_free_block = last
-        self.num_free_blocks += count
+        last: KVCacheBlock = self._tail.prev_free_block  # type: ignore[assignment]
+        self._insert(last, blocks)
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Puts blocks at the head: the first of them becomes the head. O(n)."""
-        last = self._head
-        first_before: KVCacheBlock = last.next_free_block  # type: ignore[assignment]
+        self._insert(self._head, blocks)
+
+    def _insert(self, before: KVCacheBlock, units: Iterable[KVCacheBlock]) -> None:
+        after: KVCacheBlock = before.next_free_block  # type: ignore[assignment]
         count = 0
-        for block in blocks:
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
+        for block in units:
+            block.prev_free_block = before
+            before.next_free_block = block
+            before = block
             count += 1
-        last.next_free_block = first_before
-        first_before.prev_free_block = last
+        before.next_free_block = after
+        after.prev_free_block = before
         self.num_free_blocks += count
 
     def remove(self, block: KVCacheBlock) -> None:

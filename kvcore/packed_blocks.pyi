@@ -9,10 +9,10 @@ def pack_into(packed: array[int], tokens: list[int], /) -> bool:
     """Writes the tokens as unsigned 32-bit integers, in the machine's byte order, over ``packed``. 3 ns a token.
 
     False, so that the caller finds out what it is, if one of them is not an ``int`` of this very type from 0 to at
-    least 2**15 - 1 (2**30 - 1 in all but 32-bit builds of Python); then ``packed`` has those before it.
+    least 2**15 - 1 (2**30 - 1 in all but 32-bit builds of Python), when ``packed`` has those before it; or if there are
+    not as many as ``packed`` has room for, since another thread changed the list.
 
     Raises:
-        ValueError: ``packed`` is too short.
         TypeError: ``tokens`` is no list, or nobody may write to ``packed``.
     """
 

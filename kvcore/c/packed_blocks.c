@@ -35,17 +35,15 @@ static PyObject *pack_into(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*O!", &packed, &PyList_Type, &tokens)) return NULL;
     const Py_ssize_t count = PyList_GET_SIZE(tokens);
     Py_ssize_t done = 0;
-    if (packed.len / 4 < count)
-        PyErr_Format(PyExc_ValueError, "%zd tokens do not fit into %zd bytes", count, packed.len);
-    else
-        for (; done < count; done++) {
-            const int64_t value = small_value(PyList_GET_ITEM(tokens, done));
-            if (value < 0) break;
-            const uint32_t token = (uint32_t)value;
-            memcpy((char *)packed.buf + done * 4, &token, sizeof token);
-        }
+    const int fits = packed.len % 4 == 0 && packed.len / 4 == count;
+    for (; fits && done < count; done++) {
+        const int64_t value = small_value(PyList_GET_ITEM(tokens, done));
+        if (value < 0) break;
+        const uint32_t token = (uint32_t)value;
+        memcpy((char *)packed.buf + done * 4, &token, sizeof token);
+    }
     PyBuffer_Release(&packed);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(done == count);
+    return PyBool_FromLong(fits && done == count);
 }
 
 static void write_digest(uint8_t *to, struct hash128 hash)
